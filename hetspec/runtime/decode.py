@@ -1,0 +1,213 @@
+"""The decoding loop of one row: draft, one target pass, verify, commit.
+
+Knows nothing about prompts as text, files or devices; everything it needs is handed to it.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from hetspec.runtime.algorithms import BEHIND_TOKENS, Algorithm, Proposal, Verdict, verify
+from hetspec.runtime.context import DrafterContext
+from hetspec.runtime.laws import Warping
+from hetspec.runtime.models import Row
+from hetspec.runtime.plan import DraftLength
+from hetspec.runtime.rng import Rng
+from hetspec.vocab import Vocabulary
+
+
+@dataclass
+class DecodeStats:
+    """What a generation did.
+
+    Attributes:
+        steps: target passes that committed something.
+        proposed, accepted: candidates.
+        proposed_by_position, accepted_by_position: the same by place in the draft (first = 0); a candidate
+            counts as proposed at its place only if all before it were accepted.
+        new_tokens: committed ids.
+        target_forwards, drafter_forwards: calls of the models.
+        drafter_tokens: ids the drafter has read; it never reads its context twice.
+        unspelled_bytes: bytes of the text the drafter's tokenizer cannot spell.
+        seconds: of "target", "drafter", "verify", "align" (text between the two tokenizers) and "other".
+        stop_reason: "eos", "length" or "context".
+    """
+
+    steps: int = 0
+    proposed: int = 0
+    accepted: int = 0
+    proposed_by_position: list[int] = field(default_factory=list)
+    accepted_by_position: list[int] = field(default_factory=list)
+    new_tokens: int = 0
+    target_forwards: int = 0
+    drafter_forwards: int = 0
+    drafter_tokens: int = 0
+    unspelled_bytes: int = 0
+    seconds: dict[str, float] = field(
+        default_factory=lambda: dict.fromkeys(("target", "drafter", "verify", "align", "other"), 0.0)
+    )
+    total_seconds: float = 0.0
+    stop_reason: str = ""
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted share of the candidates that were judged (those after a rejection are not)."""
+        judged = sum(self.proposed_by_position)
+        return self.accepted / judged if judged else 0.0
+
+    @property
+    def tokens_per_target_pass(self) -> float:
+        """Committed tokens per step."""
+        return self.new_tokens / self.steps if self.steps else 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        """New tokens per second of the whole generation, the prompt's pass included."""
+        return self.new_tokens / self.total_seconds if self.total_seconds else 0.0
+
+    @property
+    def acceptance_by_position(self) -> list[float]:
+        """Share accepted at each place, given that all before were."""
+        return [a / p for a, p in zip(self.accepted_by_position, self.proposed_by_position, strict=True) if p]
+
+    def count(self, proposal: Proposal, verdict: Verdict) -> None:
+        """Adds one step."""
+        n = len(proposal.ids)
+        while len(self.proposed_by_position) < n:
+            self.proposed_by_position.append(0)
+            self.accepted_by_position.append(0)
+        for j in range(min(verdict.accepted + 1, n)):
+            self.proposed_by_position[j] += 1
+            self.accepted_by_position[j] += j < verdict.accepted
+        self.steps += 1
+        self.proposed += n
+        self.accepted += verdict.accepted
+
+    def as_dict(self) -> dict[str, Any]:
+        """The stable JSON form."""
+        return {
+            "steps": self.steps,
+            "proposed": self.proposed,
+            "accepted": self.accepted,
+            "acceptance_rate": self.acceptance_rate,
+            "tokens_per_target_pass": self.tokens_per_target_pass,
+            "acceptance_by_position": self.acceptance_by_position,
+            "new_tokens": self.new_tokens,
+            "target_forwards": self.target_forwards,
+            "drafter_forwards": self.drafter_forwards,
+            "drafter_tokens": self.drafter_tokens,
+            "unspelled_bytes": self.unspelled_bytes,
+            "seconds": {**self.seconds, "total": self.total_seconds},
+            "tokens_per_second": self.tokens_per_second,
+            "stop_reason": self.stop_reason,
+        }
+
+
+class Decoder:
+    """One prompt being continued.
+
+    Args:
+        target: the target's row, empty.
+        vocabulary: the target's.
+        prompt: target ids, at least one.
+        context: the drafter's row, already holding the prompt; None to decode plainly.
+        algorithm: proposes candidates.
+        warping: the target's.
+        plan: chooses the draft length before each step.
+        rng: the source of every draw.
+        eos_ids: ids that end the generation.
+        max_new_tokens: at least one.
+    """
+
+    def __init__(
+        self,
+        *,
+        target: Row,
+        vocabulary: Vocabulary,
+        prompt: list[int],
+        context: DrafterContext | None,
+        algorithm: Algorithm,
+        warping: Warping,
+        plan: DraftLength,
+        rng: Rng,
+        eos_ids: frozenset[int],
+        max_new_tokens: int,
+    ) -> None:
+        self.target, self.vocabulary, self.context = target, vocabulary, context
+        self.algorithm, self.warping, self.plan, self.rng = algorithm, warping, plan, rng
+        self.eos_ids, self.max_new_tokens = eos_ids, max_new_tokens
+        self.ids = list(prompt)
+        self.prompt_length = len(prompt)
+        self.stats = DecodeStats()
+
+    @property
+    def done(self) -> bool:
+        """Whether the generation has ended."""
+        return bool(self.stats.stop_reason)
+
+    @property
+    def new_ids(self) -> list[int]:
+        """The ids generated so far."""
+        return self.ids[self.prompt_length :]
+
+    def step(self) -> list[int]:
+        """Drafts, verifies and commits once; returns the committed ids."""
+        started = time.perf_counter()
+        room = min(
+            self.max_new_tokens - len(self.new_ids), self.target.max_length - len(self.ids)
+        )  # tokens that may still be committed
+        proposal = self._propose(room - 1)
+        feed = self.ids[self.target.length :] + proposal.ids
+        logits = self.target.forward(feed, keep=len(proposal.ids) + 1)
+        verifying = time.perf_counter()
+        verdict = verify(proposal, logits, self.warping, self.rng)
+        self.stats.seconds["verify"] += time.perf_counter() - verifying
+        committed = self._cut_at_eos(verdict.ids)
+        self.target.crop(len(self.ids) + verdict.accepted)
+        self.ids += committed
+        self.stats.count(proposal, verdict)
+        self.stats.new_tokens += len(committed)
+        if committed[-1] in self.eos_ids:
+            self.stats.stop_reason = "eos"
+        elif len(committed) >= room:
+            full = len(self.ids) >= self.target.max_length and len(self.new_ids) < self.max_new_tokens
+            self.stats.stop_reason = "context" if full else "length"
+        elif self.context is not None:
+            self.context.commit(self.vocabulary.spell(committed))
+        self.stats.total_seconds += time.perf_counter() - started
+        self.plan.observe(self, len(proposal.ids), verdict.accepted)
+        self._settle_times()
+        return committed
+
+    def _propose(self, most: int) -> Proposal:
+        """Candidates for this step, at most `most` of them."""
+        if self.context is None or most < 1 or not self.context.readable:
+            return Proposal()
+        n = min(self.plan.choose(), most)
+        if n < 1:
+            return Proposal()
+        proposal = self.algorithm.propose(self.context, self.ids[-BEHIND_TOKENS:], n, self.rng)
+        # Cutting by count, not by value, is harmless: it is known before anything is drawn.
+        kept = None if proposal.laws is None else proposal.laws[:most]
+        return Proposal(proposal.ids[:most], kept)
+
+    def _cut_at_eos(self, ids: list[int]) -> list[int]:
+        for i, t in enumerate(ids):
+            if t in self.eos_ids:
+                return ids[: i + 1]
+        return ids
+
+    def _settle_times(self) -> None:
+        """Brings the counters of the rows into the stats."""
+        stats = self.stats
+        stats.target_forwards, stats.seconds["target"] = self.target.forwards, self.target.seconds
+        if self.context is not None:
+            row = self.context.row
+            stats.drafter_forwards, stats.drafter_tokens = row.forwards, row.tokens_fed
+            stats.seconds["drafter"] = row.seconds
+            stats.seconds["align"] = self.context.align_seconds
+            stats.unspelled_bytes = self.context.unspelled_bytes
+        known = sum(v for k, v in stats.seconds.items() if k != "other")
+        stats.seconds["other"] = max(0.0, stats.total_seconds - known)

@@ -1,0 +1,491 @@
+"""The user's API: an engine made of two models and their pair, and `generate` / `stream` on top of it.
+
+Reads prompts (text, ids, chats), checks that the pair belongs to these very tokenizers, and hands one row
+to the decoding loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hetspec.artifact import PairArtifact
+from hetspec.errors import IncompatiblePair, InvalidInput
+from hetspec.runtime.algorithms import ALGORITHMS, SLEM, TLI, Algorithm, Plain
+from hetspec.runtime.context import DrafterContext, spell_prompt
+from hetspec.runtime.decode import Decoder, DecodeStats
+from hetspec.runtime.laws import Warping
+from hetspec.runtime.models import CachedModel
+from hetspec.runtime.options import Options, from_generation_config
+from hetspec.runtime.plan import AutoLength, DraftLength, FixedLength
+from hetspec.runtime.rng import Rng, TorchRng
+from hetspec.segment import Segmenter, begins_text_with
+from hetspec.vocab import Vocabulary
+
+Chat = Sequence[dict[str, str]]
+
+
+@dataclass(frozen=True)
+class GenerateOutput:
+    """What `generate` returns.
+
+    Attributes:
+        sequences: int64[1, S], prompt and new ids, as transformers returns them.
+        new_ids: the new ids.
+        text: the new ids as text, control tokens left out.
+        algorithm: what was run.
+        stats: what it took.
+    """
+
+    sequences: Tensor
+    new_ids: list[int]
+    text: str
+    algorithm: str
+    stats: DecodeStats
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """One step of `stream`: the committed ids, the text they complete, and the stats so far."""
+
+    ids: list[int]
+    text: str
+    stats: DecodeStats
+
+
+class Side:
+    """A tokenizer with its vocabulary, and perhaps its model: one half of a pair at run time.
+
+    Args:
+        tokenizer: a `tokenizers.Tokenizer` or a transformers fast tokenizer.
+        model: a transformers causal language model, or None.
+        name: for messages.
+        eos_ids, turn_end_ids: as recorded in the pair.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        model: Any,
+        *,
+        name: str,
+        eos_ids: tuple[int, ...],
+        turn_end_ids: tuple[int, ...],
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
+        if not hasattr(self.backend, "to_str"):
+            raise IncompatiblePair(
+                f"{type(tokenizer).__name__} of {name} is not a fast tokenizer.",
+                "Load it with AutoTokenizer and a tokenizer.json.",
+            )
+        self.model = None if model is None else CachedModel(model)
+        self._recorded = (name, eos_ids, turn_end_ids)
+        self._stamp: tuple[int, int] | None = None
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Re-reads the tokenizer if tokens were added to it since the last look."""
+        stamp = (self.backend.get_vocab_size(True), len(self.backend.get_added_tokens_decoder()))
+        if stamp == self._stamp:
+            return
+        name, eos_ids, turn_end_ids = self._recorded
+        self.vocabulary = Vocabulary.from_tokenizer(
+            self.backend,
+            name=name,
+            rows=None if self.model is None else self.model.rows,
+            eos_ids=eos_ids,
+            turn_end_ids=turn_end_ids,
+        )
+        self.segmenter = Segmenter(self.backend, self.vocabulary)
+        self.begins_with = begins_text_with(self.backend)
+        self._stamp = stamp
+
+    def chat_ids(self, chat: Chat) -> list[int] | None:
+        """A chat through this side's own template, ready for the answer; None if it has no template."""
+        if not getattr(self.tokenizer, "chat_template", None):
+            return None
+        rendered = self.tokenizer.apply_chat_template(list(chat), add_generation_prompt=True, tokenize=False)
+        return list(self.backend.encode(rendered, add_special_tokens=False).ids)
+
+
+class Engine:
+    """Two models and their pair, ready to generate.
+
+    Args:
+        target: the model whose law is kept, a transformers causal language model.
+        drafter: the model that proposes; None allows only the algorithm "none".
+        pair: the artifact of the two tokenizers; None allows only "none".
+        target_tokenizer, drafter_tokenizer: by default those recorded in the pair.
+
+    Raises:
+        StaleArtifact: the pair was built for other tokenizers.
+    """
+
+    def __init__(
+        self,
+        target: Any,
+        drafter: Any = None,
+        pair: PairArtifact | None = None,
+        *,
+        target_tokenizer: Any = None,
+        drafter_tokenizer: Any = None,
+    ) -> None:
+        if pair is None and target_tokenizer is None:
+            raise InvalidInput("no pair and no target_tokenizer given.", "Pass pair=hetspec.load_pair(…).")
+        if drafter is not None and pair is None:
+            raise InvalidInput(
+                "a drafter needs the pair artifact that maps its vocabulary.",
+                "Build one: hetspec-prep build-map TARGET DRAFTER.",
+            )
+        self.pair = pair
+        self.target = _side(target, target_tokenizer, pair.target if pair else None, "target")
+        self.drafter = None
+        if drafter is not None:
+            assert pair is not None
+            self.drafter = _side(drafter, drafter_tokenizer, pair.drafter, "drafter")
+        self._check()
+
+    def _check(self) -> None:
+        """Compares both tokenizers with the pair's fingerprints; runs before every generation."""
+        self.target.refresh()
+        if self.pair is not None:
+            self.pair.target.require(self.target.vocabulary, "target")
+        if self.drafter is not None:
+            assert self.pair is not None
+            self.drafter.refresh()
+            self.pair.drafter.require(self.drafter.vocabulary, "drafter")
+
+    # -- generating --------------------------------------------------------------------------------------
+
+    def generate(self, inputs: Any, **options: Any) -> GenerateOutput:
+        """Generates to the end; see `decoder` for the arguments.
+
+        A `streamer` (transformers' protocol) gets the prompt and then every committed token.
+        """
+        streamer = options.pop("streamer", None)
+        decoder = self.decoder(inputs, **options)
+        if streamer is not None:
+            streamer.put(torch.tensor([decoder.ids]))
+        while not decoder.done:
+            committed = decoder.step()
+            if streamer is not None:
+                for t in committed:
+                    streamer.put(torch.tensor([t]))
+        if streamer is not None:
+            streamer.end()
+        return GenerateOutput(
+            sequences=torch.tensor([decoder.ids]),
+            new_ids=decoder.new_ids,
+            text=self.decode_text(decoder.new_ids),
+            algorithm=decoder.algorithm.name,
+            stats=decoder.stats,
+        )
+
+    def stream(self, inputs: Any, **options: Any) -> Iterator[Chunk]:
+        """Yields a `Chunk` per step; text is held back while a character is unfinished."""
+        decoder = self.decoder(inputs, **options)
+        shown = ""
+        while not decoder.done:
+            committed = decoder.step()
+            text = self.decode_text(decoder.new_ids)
+            if not decoder.done:
+                text = text.rstrip("\ufffd")
+            new = text[len(shown) :] if text.startswith(shown) else ""
+            shown += new
+            yield Chunk(committed, new, decoder.stats)
+
+    def decoder(
+        self,
+        inputs: Any,
+        *,
+        algorithm: str = "auto",
+        num_draft_tokens: int | str = "auto",
+        generation_config: Any = None,
+        seed: int | None = None,
+        rng: Rng | None = None,
+        draft_temperature: float | None = None,
+        draft_top_k: int = 0,
+        draft_top_p: float = 1.0,
+        drafter_inputs: Any = None,
+        **overrides: Any,
+    ) -> Decoder:
+        """Prepares the decoding of one prompt.
+
+        Args:
+            inputs: text, target ids (list, [S] or [1, S] tensor, a tokenizer's output), or a chat
+                (list of {"role", "content"}).
+            algorithm: "none", "slem", "tli" or "auto".
+            num_draft_tokens: candidates per step (drafter tokens for "slem"), or "auto".
+            generation_config: a transformers GenerationConfig; by default the target model's own.
+            seed: makes the generation repeatable.
+            rng: replaces the source of every draw.
+            draft_temperature, draft_top_k, draft_top_p: the drafter's; by default the target's temperature.
+            drafter_inputs: a prompt of the drafter's own (text, ids or a chat).
+            overrides: fields of the generation config.
+
+        Raises:
+            InvalidInput, StaleArtifact, UnsupportedModel: see the messages.
+        """
+        self._check()
+        assert self.target.model is not None
+        config = (
+            generation_config if generation_config is not None else self.target.model.model.generation_config
+        )
+        options = from_generation_config(config, overrides)
+        prompt = self._prompt_ids(inputs)
+        draft_warping = Warping(
+            temperature=_draft_temperature(draft_temperature, options.warping),
+            top_k=draft_top_k,
+            top_p=draft_top_p,
+        )
+        chosen = self._algorithm(algorithm, options, draft_warping)
+        limit = options.new_tokens(len(prompt))
+        if limit < 1:
+            raise InvalidInput(
+                f"max_length {options.max_length} leaves no room after a prompt of {len(prompt)} tokens.",
+                "Pass max_new_tokens.",
+            )
+        context = None
+        if self.drafter is not None and chosen.name != "none":
+            context = self._context(inputs, drafter_inputs, prompt)
+        return Decoder(
+            target=self.target.model.new_row(),
+            vocabulary=self.target.vocabulary,
+            prompt=prompt,
+            context=context,
+            algorithm=chosen,
+            warping=options.warping,
+            plan=self._plan(num_draft_tokens, seeded=seed is not None or rng is not None),
+            rng=rng if rng is not None else TorchRng(seed),
+            eos_ids=options.eos_ids,
+            max_new_tokens=limit,
+        )
+
+    def decode_text(self, ids: Sequence[int]) -> str:
+        """Target ids as text, without control tokens and without any clean-up."""
+        text: str = self.target.backend.decode(list(ids), skip_special_tokens=True)
+        return text
+
+    # -- parts -------------------------------------------------------------------------------------------
+
+    def _algorithm(self, name: str, options: Options, draft_warping: Warping) -> Algorithm:
+        if name == "auto":
+            name = "none" if self.drafter is None else ("slem" if options.warping.greedy else "tli")
+        if name not in ALGORITHMS:
+            raise InvalidInput(
+                f"unknown algorithm {name!r}.", f"Choose one of auto, {', '.join(ALGORITHMS)}."
+            )
+        if name == "none":
+            return Plain()
+        if self.drafter is None or self.pair is None:
+            raise InvalidInput(
+                f"algorithm {name!r} needs a drafter and a pair.", "Pass drafter=… and pair=…."
+            )
+        if name == "slem":
+            return SLEM(self.pair.map, self.target.vocabulary, self.drafter.vocabulary, self.target.segmenter)
+        if not (self.pair.map.d2t >= 0).any():
+            raise IncompatiblePair(
+                f"the vocabularies of {self.pair.target.name} and {self.pair.drafter.name} share no token.",
+                "Use the algorithm slem, which needs no shared token.",
+            )
+        return TLI(self.pair.map, options.warping, draft_warping, options.eos_ids)
+
+    def _plan(self, num_draft_tokens: int | str, *, seeded: bool) -> DraftLength:
+        if isinstance(num_draft_tokens, int) and not isinstance(num_draft_tokens, bool):
+            if num_draft_tokens < 0:
+                raise InvalidInput(f"num_draft_tokens is {num_draft_tokens}, expected 0 or more, or 'auto'.")
+            return FixedLength(num_draft_tokens)
+        if num_draft_tokens != "auto":
+            raise InvalidInput(f"num_draft_tokens is {num_draft_tokens!r}, expected a number or 'auto'.")
+        if self.drafter is None or self.drafter.model is None or self.target.model is None:
+            return FixedLength(0)
+        return AutoLength(
+            self.drafter.model.weight_bytes / self.target.model.weight_bytes, measure=not seeded
+        )
+
+    def _prompt_ids(self, inputs: Any) -> list[int]:
+        """The target's ids of a prompt, checked against the model."""
+        assert self.target.model is not None
+        ids = _read_prompt(inputs, self.target)
+        if not ids:
+            raise InvalidInput(
+                "the prompt is empty and the target has no beginning-of-text token.",
+                "Give at least one token.",
+            )
+        rows, longest = self.target.model.rows, self.target.model.max_length
+        for t in ids:
+            if not 0 <= t < rows:
+                raise InvalidInput(
+                    f"prompt id {t} is outside the target's {rows:,} rows.",
+                    "Encode with the target's tokenizer.",
+                )
+        if len(ids) >= longest:
+            raise InvalidInput(
+                f"the prompt has {len(ids):,} tokens but the target's context holds {longest:,}.",
+                "Shorten the prompt.",
+            )
+        return ids
+
+    def _context(self, inputs: Any, drafter_inputs: Any, prompt: list[int]) -> DrafterContext:
+        """The drafter's row, holding the prompt in the drafter's own tokens."""
+        assert self.drafter is not None and self.drafter.model is not None and self.pair is not None
+        row, side = self.drafter.model.new_row(), self.drafter
+        own = None
+        if drafter_inputs is not None:
+            own = _read_prompt(drafter_inputs, side)
+        elif _is_chat(inputs):
+            own = side.chat_ids(inputs)
+        if own is not None:
+            context = DrafterContext(row, side.segmenter, own)
+            return context
+        context = DrafterContext(row, side.segmenter, side.begins_with)
+        controls = {
+            t: int(self.pair.map.t2d[t])
+            for t in (*self.target.vocabulary.eos_ids, *self.target.vocabulary.turn_end_ids)
+            if self.pair.map.t2d[t] >= 0
+        }
+        parts = spell_prompt(self.target.vocabulary.pieces, prompt, controls)
+        if parts and isinstance(parts[0], bytes):
+            parts[0] = _begin(
+                parts[0], self.target.vocabulary.adds_prefix_space, side.vocabulary.adds_prefix_space
+            )
+        for part in parts:
+            if isinstance(part, bytes):
+                context.commit(part)
+            else:
+                context.commit_control(part)
+        return context
+
+
+def _side(model: Any, tokenizer: Any, identity: Any, role: str) -> Side:
+    if tokenizer is None:
+        from hetspec.sources import load_tokenizer
+
+        source = load_tokenizer(identity.name)
+        tokenizer = source.transformers_tokenizer()
+    name = identity.name if identity is not None else role
+    eos_ids = identity.eos_ids if identity is not None else ()
+    turn_end_ids = identity.turn_end_ids if identity is not None else ()
+    return Side(tokenizer, model, name=name, eos_ids=eos_ids, turn_end_ids=turn_end_ids)
+
+
+def _begin(text: bytes, target_adds: bool, drafter_adds: bool) -> bytes:
+    """The first bytes as the drafter's tokenizer would see them (each side's dummy prefix is its own)."""
+    if target_adds and not drafter_adds and text.startswith(b" "):
+        return text[1:]
+    if drafter_adds and not target_adds:
+        return b" " + text
+    return text
+
+
+def _draft_temperature(asked: float | None, warping: Warping) -> float:
+    if asked is not None:
+        if not asked > 0:
+            raise InvalidInput(f"draft_temperature is {asked}, expected more than 0.")
+        return asked
+    return 1.0 if warping.greedy else warping.temperature
+
+
+def _is_chat(inputs: Any) -> bool:
+    return isinstance(inputs, list) and bool(inputs) and isinstance(inputs[0], dict)
+
+
+def _read_prompt(inputs: Any, side: Side) -> list[int]:
+    """Ids of a prompt in any accepted form."""
+    if isinstance(inputs, str):
+        return list(side.backend.encode(inputs).ids)
+    if _is_chat(inputs):
+        ids = side.chat_ids(inputs)
+        if ids is None:
+            raise InvalidInput(
+                f"{side.vocabulary.name} has no chat template.",
+                "Give the prompt as text, or set tokenizer.chat_template.",
+            )
+        return ids
+    if hasattr(inputs, "keys"):
+        mask = inputs.get("attention_mask")
+        if mask is not None and not bool(torch.as_tensor(mask).all()):
+            raise InvalidInput(
+                "the prompt is padded (its attention mask has zeros).", "Pass one prompt without padding."
+            )
+        inputs = inputs["input_ids"]
+    if isinstance(inputs, Tensor):
+        inputs = inputs.tolist()
+    if isinstance(inputs, (list, tuple)):
+        if len(inputs) == 1 and isinstance(inputs[0], (list, tuple)):
+            inputs = inputs[0]
+        if all(isinstance(i, int) for i in inputs):
+            return list(inputs)
+        raise InvalidInput(
+            f"a batch of {len(inputs)} prompts was given; one prompt at a time is supported.",
+            "Loop over the prompts.",
+        )
+    raise InvalidInput(f"a prompt of type {type(inputs).__name__}.", "Give text, token ids or a chat.")
+
+
+# -- functions -----------------------------------------------------------------------------------------------
+
+_ENGINES: list[
+    tuple[tuple[Any, ...], Engine]
+] = []  # the last few engines, so that a loop prepares its pair once
+_KEPT_ENGINES = 2
+
+
+def _engine(
+    target: Any, drafter: Any, pair: PairArtifact | None, target_tokenizer: Any, drafter_tokenizer: Any
+) -> Engine:
+    key = (target, drafter, pair, target_tokenizer, drafter_tokenizer)
+    for known, engine in _ENGINES:
+        if all(a is b for a, b in zip(known, key, strict=True)):
+            return engine
+    engine = Engine(
+        target, drafter, pair, target_tokenizer=target_tokenizer, drafter_tokenizer=drafter_tokenizer
+    )
+    _ENGINES.append((key, engine))
+    del _ENGINES[:-_KEPT_ENGINES]
+    return engine
+
+
+def generate(
+    target: Any,
+    inputs: Any,
+    *,
+    drafter: Any = None,
+    pair: PairArtifact | None = None,
+    target_tokenizer: Any = None,
+    drafter_tokenizer: Any = None,
+    **options: Any,
+) -> GenerateOutput:
+    """Generates from the target, losslessly, with the help of a drafter.
+
+    Args:
+        target: a transformers causal language model.
+        inputs: text, ids or a chat; one prompt.
+        drafter: the model that proposes.
+        pair: the pair artifact (`hetspec.load_pair`).
+        target_tokenizer, drafter_tokenizer: by default those recorded in the pair; always checked.
+        options: see `Engine.decoder`, plus `streamer`.
+
+    Raises:
+        HetspecError: one of its kinds, saying what was found and what to do.
+    """
+    return _engine(target, drafter, pair, target_tokenizer, drafter_tokenizer).generate(inputs, **options)
+
+
+def stream(
+    target: Any,
+    inputs: Any,
+    *,
+    drafter: Any = None,
+    pair: PairArtifact | None = None,
+    target_tokenizer: Any = None,
+    drafter_tokenizer: Any = None,
+    **options: Any,
+) -> Iterator[Chunk]:
+    """`generate` as an iterator of steps."""
+    return _engine(target, drafter, pair, target_tokenizer, drafter_tokenizer).stream(inputs, **options)
