@@ -1,1 +1,46 @@
-"""hetspec."""
+"""hetspec: lossless speculative decoding for targets and drafters with different vocabularies."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from hetspec.artifact import PairArtifact
+    from hetspec.errors import HetspecError
+    from hetspec.runtime.generate import Engine, GenerateOutput, generate, stream
+    from hetspec.tracking import load_pair
+    from hetspec.vocab import Vocabulary
+
+_HOMES = {
+    "Engine": "hetspec.runtime.generate",
+    "GenerateOutput": "hetspec.runtime.generate",
+    "HetspecError": "hetspec.errors",
+    "PairArtifact": "hetspec.artifact",
+    "Vocabulary": "hetspec.vocab",
+    "generate": "hetspec.runtime.generate",
+    "load_pair": "hetspec.tracking",
+    "stream": "hetspec.runtime.generate",
+}
+
+__all__ = [
+    "Engine",
+    "GenerateOutput",
+    "HetspecError",
+    "PairArtifact",
+    "Vocabulary",
+    "__version__",
+    "generate",
+    "load_pair",
+    "stream",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Imports public names on first use, so that ``import hetspec`` stays light."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'hetspec' has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(_HOMES[name]), name)

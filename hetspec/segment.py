@@ -8,7 +8,9 @@ still spell something else than its input (a normaliser, a missing byte token): 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -23,32 +25,34 @@ class Segmenter:
     """Tokenises byte strings in the middle of a text.
 
     Args:
-        tokenizer: the backend tokenizer; it is copied, the caller's object is left as it is.
+        tokenizer: the backend tokenizer; it is not changed (copied if it has to be).
         vocabulary: the bytes of the same tokenizer.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocabulary: Vocabulary) -> None:
         self.vocabulary = vocabulary
-        self.tokenizer = _without_context(tokenizer)
+        self.tokenizer = _without_context(tokenizer, vocabulary)
         self._byte_level = vocabulary.style == "byte-level BPE"
+        controls = [t.content for t in self.tokenizer.get_added_tokens_decoder().values() if t.special]
+        self._control = re.compile("|".join(map(re.escape, controls))) if controls else None
 
     def encode(self, text: bytes) -> list[int]:
         """Ids for a byte string in the middle of a text (no special tokens, no dummy prefix)."""
         ids: list[int] = []
         for run, valid in split_utf8(text):
             if valid:
-                ids += self.tokenizer.encode(run.decode(), add_special_tokens=False).ids
+                for part in self._parts(run.decode()):
+                    ids += self.tokenizer.encode(part, add_special_tokens=False).ids
             else:
                 ids += self._encode_loose_bytes(run)
         return ids
 
     def encode_batch(self, texts: Sequence[bytes]) -> list[list[int]]:
         """`encode` of many byte strings."""
-        valid = [i for i, text in enumerate(texts) if is_utf8(text)]
-        encodings = self.tokenizer.encode_batch_fast(
-            [texts[i].decode() for i in valid], add_special_tokens=False
-        )
-        ids = {i: encoding.ids for i, encoding in zip(valid, encodings, strict=True)}
+        simple = {i: text.decode() for i, text in enumerate(texts) if is_utf8(text)}
+        simple = {i: text for i, text in simple.items() if len(self._parts(text)) == 1}
+        encodings = self.tokenizer.encode_batch_fast(list(simple.values()), add_special_tokens=False)
+        ids = {i: encoding.ids for i, encoding in zip(simple, encodings, strict=True)}
         return [ids[i] if i in ids else self.encode(text) for i, text in enumerate(texts)]
 
     def encode_after(self, behind: bytes, new: bytes) -> list[int]:
@@ -74,6 +78,16 @@ class Segmenter:
         if b"".join(spelled) != text:
             return None
         return np.cumsum([len(piece) for piece in spelled], dtype=np.int64)
+
+    def _parts(self, text: str) -> list[str]:
+        """The text, cut after the first character of every control-token string, so that none is read as one.
+
+        (`Tokenizer.encode_special_tokens` would do the same, but it is a switch on the caller's object.)
+        """
+        if self._control is None:
+            return [text]
+        cuts = [0, *(match.start() + 1 for match in self._control.finditer(text)), len(text)]
+        return [text[a:b] for a, b in pairwise(cuts) if a < b] or [text]
 
     def _encode_loose_bytes(self, run: bytes) -> list[int]:
         """Ids for bytes that are no valid UTF-8; a byte without a token is left out."""
@@ -136,15 +150,15 @@ def begins_text_with(tokenizer: Tokenizer) -> list[int]:
     return ids
 
 
-def _without_context(tokenizer: Tokenizer) -> Tokenizer:
-    """A copy of a tokenizer with truncation, padding, post-processor and dummy prefix taken out."""
+def _without_context(tokenizer: Tokenizer, vocabulary: Vocabulary) -> Tokenizer:
+    """The tokenizer, or a copy of it with truncation, padding and dummy prefix taken out where it has any."""
+    if not (vocabulary.adds_prefix_space or tokenizer.truncation or tokenizer.padding):
+        return tokenizer
     spec = json.loads(tokenizer.to_str())
     spec.update(truncation=None, padding=None, post_processor=None)
     spec["normalizer"] = _strip_prepend(spec.get("normalizer"))
     _strip_prefix_space(spec.get("pre_tokenizer"))
-    bare = Tokenizer.from_str(json.dumps(spec))
-    bare.encode_special_tokens = True
-    return bare
+    return Tokenizer.from_str(json.dumps(spec))
 
 
 def _strip_prepend(component: dict[str, Any] | None) -> dict[str, Any] | None:

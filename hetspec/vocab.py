@@ -141,7 +141,7 @@ class Vocabulary:
         spec = json.loads(tokenizer.to_str())
         rules = _rules(spec, name)
         added = tokenizer.get_added_tokens_decoder()
-        in_model = {entry for entry in _model_pieces(spec)}
+        in_model = set(_model_pieces(spec))
         roles = set(eos_ids) | set(turn_end_ids)
         by_id = tokenizer.get_vocab(with_added_tokens=True)
         size = max(by_id.values(), default=-1) + 1
@@ -150,7 +150,7 @@ class Vocabulary:
         unknown = spec["model"].get("unk_token") or _unigram_unknown(spec)
         for piece, i in by_id.items():
             token = added.get(i)
-            if (token is not None and token.special) or i in roles or piece == unknown:
+            if i in roles or piece == unknown or (token is not None and (token.special or _is_marker(piece))):
                 kinds[i] = Kind.CONTROL
                 continue
             if _is_reserved(piece):
@@ -250,6 +250,11 @@ def _wordpiece_text(piece: str, prefix: str, cleanup: bool) -> str:
     ):
         text = text.replace(spaced, tight)
     return text
+
+
+def _is_marker(piece: str) -> bool:
+    """Control tokens that some tokenizers add without calling them special (``<|fim_prefix|>``)."""
+    return len(piece) > 4 and piece[0] == "<" and piece[-1] == ">" and piece[1] in "|｜" and piece[-2] in "|｜"
 
 
 def _is_reserved(piece: str) -> bool:
@@ -366,15 +371,23 @@ def _behaviour_sha256(tokenizer: Tokenizer, spec: dict[str, Any]) -> str:
     pre-tokeniser, normaliser); truncation and padding are call-time settings that live in the JSON all
     the same; ``encode_special_tokens`` changes behaviour and is not in the JSON.
     """
-    normal = {key: value for key, value in spec.items() if key not in ("truncation", "padding", "version")}
-    model = dict(normal["model"])
-    if "merges" in model:
-        model["merges"] = [
-            tuple(m.split(" ", 1)) if isinstance(m, str) else tuple(m) for m in model["merges"]
-        ]
-    normal["model"] = model
+    rest = {
+        key: value for key, value in spec.items() if key not in ("truncation", "padding", "version", "model")
+    }
+    model = {key: value for key, value in spec["model"].items() if key not in ("vocab", "merges")}
     digest = hashlib.sha256(b"hetspec behaviour %d\n" % FINGERPRINT_VERSION)
-    digest.update(json.dumps(normal, sort_keys=True, separators=(",", ":")).encode())
+    digest.update(json.dumps([rest, model], sort_keys=True, separators=(",", ":")).encode())
+    # The two large lists by hand: json.dumps of 500,000 merges would dominate.
+    vocab = spec["model"]["vocab"]
+    if isinstance(vocab, dict):
+        ordered = sorted(vocab, key=vocab.__getitem__)
+        digest.update(
+            "\0".join(ordered).encode() + b"\1" + json.dumps([vocab[piece] for piece in ordered]).encode()
+        )
+    else:
+        digest.update(json.dumps(vocab).encode())
+    merges = spec["model"].get("merges") or ()
+    digest.update("\0".join(m if isinstance(m, str) else " ".join(m) for m in merges).encode() + b"\1")
     digest.update(b"1" if tokenizer.encode_special_tokens else b"0")
     probed = tokenizer
     if spec.get("truncation") or spec.get("padding"):

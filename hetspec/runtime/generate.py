@@ -61,7 +61,7 @@ class Side:
     """A tokenizer with its vocabulary, and perhaps its model: one half of a pair at run time.
 
     Args:
-        tokenizer: a `tokenizers.Tokenizer` or a transformers fast tokenizer.
+        tokenizer: a transformers fast tokenizer, a `TokenizerSource` or a `tokenizers.Tokenizer`.
         model: a transformers causal language model, or None.
         name: for messages.
         eos_ids, turn_end_ids: as recorded in the pair.
@@ -77,7 +77,9 @@ class Side:
         turn_end_ids: tuple[int, ...],
     ) -> None:
         self.tokenizer = tokenizer
-        self.backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
+        self.backend = getattr(tokenizer, "backend_tokenizer", None) or getattr(
+            tokenizer, "tokenizer", tokenizer
+        )
         if not hasattr(self.backend, "to_str"):
             raise IncompatiblePair(
                 f"{type(tokenizer).__name__} of {name} is not a fast tokenizer.",
@@ -107,9 +109,12 @@ class Side:
 
     def chat_ids(self, chat: Chat) -> list[int] | None:
         """A chat through this side's own template, ready for the answer; None if it has no template."""
-        if not getattr(self.tokenizer, "chat_template", None):
+        tokenizer = self.tokenizer
+        if hasattr(tokenizer, "transformers_tokenizer"):
+            tokenizer = tokenizer.transformers_tokenizer()
+        if not getattr(tokenizer, "chat_template", None):
             return None
-        rendered = self.tokenizer.apply_chat_template(list(chat), add_generation_prompt=True, tokenize=False)
+        rendered = tokenizer.apply_chat_template(list(chat), add_generation_prompt=True, tokenize=False)
         return list(self.backend.encode(rendered, add_special_tokens=False).ids)
 
 
@@ -333,7 +338,9 @@ class Engine:
 
     def _context(self, inputs: Any, drafter_inputs: Any, prompt: list[int]) -> DrafterContext:
         """The drafter's row, holding the prompt in the drafter's own tokens."""
-        assert self.drafter is not None and self.drafter.model is not None and self.pair is not None
+        assert self.pair is not None
+        assert self.drafter is not None
+        assert self.drafter.model is not None
         row, side = self.drafter.model.new_row(), self.drafter
         own = None
         if drafter_inputs is not None:
@@ -366,8 +373,7 @@ def _side(model: Any, tokenizer: Any, identity: Any, role: str) -> Side:
     if tokenizer is None:
         from hetspec.sources import load_tokenizer
 
-        source = load_tokenizer(identity.name)
-        tokenizer = source.transformers_tokenizer()
+        tokenizer = load_tokenizer(identity.name)
     name = identity.name if identity is not None else role
     eos_ids = identity.eos_ids if identity is not None else ()
     turn_end_ids = identity.turn_end_ids if identity is not None else ()

@@ -1,0 +1,102 @@
+"""Building a pair from two tokenizer sources: map, figures, provenance. Loads no weights."""
+
+from __future__ import annotations
+
+import datetime
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from hetspec import __version__
+from hetspec.artifact import PairArtifact, TokenizerIdentity
+from hetspec.prep.intersect import build_map, corpus_coverage, map_figures
+from hetspec.segment import Segmenter
+from hetspec.sources import TokenizerSource
+from hetspec.vocab import Vocabulary
+
+CORPUS_BYTES = 2_000_000  # enough for coverages to three digits
+
+
+@dataclass(frozen=True)
+class PreparedTokenizer:
+    """One tokenizer, read: its source, its vocabulary, its segmenter."""
+
+    source: TokenizerSource
+    vocabulary: Vocabulary
+    segmenter: Segmenter
+
+
+def prepare(source: TokenizerSource) -> PreparedTokenizer:
+    """Reads a tokenizer into bytes."""
+    vocabulary = Vocabulary.from_tokenizer(
+        source.tokenizer,
+        name=source.name,
+        rows=source.rows,
+        eos_ids=source.eos_ids,
+        turn_end_ids=source.turn_end_ids,
+    )
+    return PreparedTokenizer(source, vocabulary, Segmenter(source.tokenizer, vocabulary))
+
+
+def build_pair(
+    target: PreparedTokenizer,
+    drafter: PreparedTokenizer,
+    texts: Sequence[str],
+    corpus_name: str,
+    say: Callable[[str], None] = lambda _: None,
+) -> PairArtifact:
+    """Builds the intersection map of a pair and measures what it covers.
+
+    Args:
+        target, drafter: the two tokenizers.
+        texts: running text whose coverage is measured; may be empty.
+        corpus_name: what to call it.
+        say: is told what happens.
+    """
+    started = time.perf_counter()
+    say("intersecting the vocabularies")
+    mapping = build_map(target.vocabulary, drafter.vocabulary, target.segmenter)
+    figures: dict[str, Any] = {"map": asdict(map_figures(mapping, target.vocabulary, drafter.vocabulary))}
+    say(f"measuring coverage on {corpus_name}")
+    corpus = [text.encode() for text in texts]
+    figures["corpus"] = {
+        "name": corpus_name,
+        "bytes": sum(map(len, corpus)),
+        "target_covered": corpus_coverage(corpus, target.segmenter, mapping.t2d >= 0, target.vocabulary),
+        "drafter_covered": corpus_coverage(corpus, drafter.segmenter, mapping.d2t >= 0, drafter.vocabulary),
+    }
+    figures["seconds"] = time.perf_counter() - started
+    return PairArtifact(
+        target=TokenizerIdentity.of(target.vocabulary, target.source.revision),
+        drafter=TokenizerIdentity.of(drafter.vocabulary, drafter.source.revision),
+        map=mapping,
+        figures=figures,
+        provenance={
+            "hetspec_version": __version__,
+            "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "stages": ["build-map"],
+            "target_notes": list(target.vocabulary.notes),
+            "drafter_notes": list(drafter.vocabulary.notes),
+        },
+    )
+
+
+def corpus(texts: Sequence[str], limit: int = CORPUS_BYTES) -> list[str]:
+    """An even sample of texts with about `limit` bytes in all."""
+    total = sum(map(len, texts))
+    stride = max(1, total // limit)
+    return list(texts[::stride])
+
+
+def most_frequent_unmapped(
+    pair: PairArtifact, target: PreparedTokenizer, texts: Sequence[str], top: int = 50
+) -> list[dict[str, Any]]:
+    """The target tokens outside the intersection that the text uses most: what the drafter cannot propose."""
+    counts: dict[int, int] = {}
+    for ids in target.segmenter.encode_batch([text.encode() for text in texts]):
+        for t in ids:
+            if pair.map.t2d[t] < 0:
+                counts[t] = counts.get(t, 0) + 1
+    ranked = sorted(counts.items(), key=lambda item: (-item[1], item[0]))[:top]
+    return [{"id": t, "bytes": repr(target.vocabulary.pieces[t])[1:], "count": n} for t, n in ranked]

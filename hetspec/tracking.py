@@ -1,0 +1,423 @@
+"""Pairs in MLflow: where runs are stored, what is logged, and how a pair is found again.
+
+The only module that imports mlflow. Runs that are not wholly written never carry the tag
+``hetspec.state = complete``, and only complete runs are found.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hetspec import __version__
+from hetspec.artifact import PairArtifact
+from hetspec.errors import ArtifactNotFound, HetspecError, InvalidInput
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from mlflow import MlflowClient
+    from mlflow.entities import Run
+
+PAIRS, BENCH = "hetspec-pairs", "hetspec-bench"
+ARTIFACT_PATH = "pair"
+
+# The closed list of metric names, the same for every pair, so that the UI's compare view lines runs up.
+# The part before the first "/" is the section of the chart view; units are in the names.
+METRICS = {
+    "vocab/target_rows": "rows of the target's output, padding included",
+    "vocab/target_text_tokens": "target ids that spell bytes",
+    "vocab/drafter_rows": "rows of the drafter's output, padding included",
+    "vocab/drafter_text_tokens": "drafter ids that spell bytes",
+    "map/intersection_count": "distinct target text tokens with a drafter token of the same bytes",
+    "map/target_frac": "share of the target's distinct text tokens in the intersection",
+    "map/drafter_frac": "share of the drafter's text tokens in the intersection",
+    "map/duplicates_count": "drafter tokens that share their target token with another one",
+    "map/controls_mapped_count": "control tokens mapped by role",
+    "map/first_frac": "share of the drafter's text tokens whose bytes begin with a target token",
+    "corpus/target_covered_frac": "share of a running text's target tokens in the intersection",
+    "corpus/drafter_covered_frac": "share of a running text's drafter tokens in the intersection",
+    "cost/build_seconds": "time of the build, tokenizer loading excluded",
+    "cost/artifact_bytes": "size of the pair artifact",
+}
+TAG_STATE, TAG_KEY, TAG_STAGE, TAG_PARENT = (
+    "hetspec.state",
+    "hetspec.pair_key",
+    "hetspec.stage",
+    "hetspec.parent_run",
+)
+TAG_TARGET, TAG_DRAFTER, TAG_PARTS = "hetspec.target", "hetspec.drafter", "hetspec.parts"
+
+
+def default_uri() -> str:
+    """``MLFLOW_TRACKING_URI``, else an SQLite store under ``artifacts/`` of the working directory."""
+    return os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{Path.cwd() / 'artifacts' / 'mlflow.db'}"
+
+
+@dataclass(frozen=True)
+class StoredPair:
+    """A pair run: ids and where its artifact lies on this machine."""
+
+    run_id: str
+    run_name: str
+    artifact_dir: Path
+    tags: Mapping[str, str]
+    metrics: Mapping[str, float]
+    start_time: int
+
+
+class Store:
+    """One MLflow tracking store, opened safely.
+
+    Args:
+        uri: a tracking URI; by default `default_uri()`.
+
+    Raises:
+        HetspecError: the store cannot be opened or created.
+    """
+
+    def __init__(self, uri: str | None = None) -> None:
+        self.uri = uri or default_uri()
+        self.client = _open(self.uri)
+
+    def artifact_root(self) -> str | None:
+        """Where experiments of a local SQLite store keep their artifacts (absolute); None: the server decides."""
+        database = _sqlite_path(self.uri)
+        return None if database is None else str(database.parent / "mlruns")
+
+    def experiment(self, name: str) -> str:
+        """Id of an experiment, created if needed."""
+        from mlflow.exceptions import MlflowException
+
+        found = self.client.get_experiment_by_name(name)
+        if found is None:
+            root = self.artifact_root()
+            try:
+                created = self.client.create_experiment(
+                    name, artifact_location=None if root is None else f"{Path(root).as_uri()}/{name}"
+                )
+            except MlflowException:  # another process was first
+                found = self.client.get_experiment_by_name(name)
+                if found is None:
+                    raise
+            else:
+                primary = "map/intersection_count" if name == PAIRS else "speed/ratio_to_plain"
+                self.client.set_experiment_tag(created, "mlflow.experiment.primaryMetric.name", primary)
+                return str(created)
+        if found.lifecycle_stage != "active":
+            raise HetspecError(
+                f"the MLflow experiment {name} was deleted.",
+                f"Restore it: mlflow experiments restore -x {found.experiment_id}.",
+            )
+        return str(found.experiment_id)
+
+    def log_pair(
+        self,
+        pair: PairArtifact,
+        *,
+        stage: str,
+        params: Mapping[str, Any] | None = None,
+        figures: Mapping[str, Figure] | None = None,
+        tables: Mapping[str, Any] | None = None,
+        note: str = "",
+        parent_run: str | None = None,
+    ) -> StoredPair:
+        """Stores a pair as a new run; complete or not found at all.
+
+        Args:
+            pair: the artifact.
+            stage: the command that made it.
+            params: knobs besides the identities.
+            figures: plots by artifact path.
+            tables: JSON by artifact path.
+            note: markdown shown as the run's description.
+            parent_run: the run whose artifact this one extends.
+        """
+        with tempfile.TemporaryDirectory(prefix="hetspec-") as scratch:
+            folder = pair.save_pretrained(Path(scratch) / ARTIFACT_PATH)
+            size = sum(f.stat().st_size for f in folder.iterdir())
+            run_name = f"{pair.target.name} ← {pair.drafter.name}"
+            with self._run(PAIRS, run_name, note) as run_id:
+                self.client.log_batch(
+                    run_id,
+                    metrics=_metrics(pair_metrics(pair) | {"cost/artifact_bytes": float(size)}),
+                    params=_params(_identity_params(pair) | dict(params or {})),
+                    tags=_tags(
+                        {
+                            TAG_KEY: pair.key,
+                            TAG_STAGE: stage,
+                            TAG_TARGET: pair.target.name,
+                            TAG_DRAFTER: pair.drafter.name,
+                            TAG_PARTS: " ".join(["map", *(f"kernel-{prior}" for prior in pair.kernels)]),
+                            "hetspec.target_vocab_sha256": pair.target.vocab_sha256,
+                            "hetspec.target_behaviour_sha256": pair.target.behaviour_sha256,
+                            "hetspec.drafter_vocab_sha256": pair.drafter.vocab_sha256,
+                            "hetspec.drafter_behaviour_sha256": pair.drafter.behaviour_sha256,
+                            **({TAG_PARENT: parent_run} if parent_run else {}),
+                        }
+                    ),
+                )
+                self.client.log_artifacts(run_id, str(folder), ARTIFACT_PATH)
+                for path, figure in (figures or {}).items():
+                    self.client.log_figure(run_id, figure, path)
+                for path, table in (tables or {}).items():
+                    self.client.log_dict(run_id, table, path)
+        return self._stored(self.client.get_run(run_id))
+
+    @contextmanager
+    def _run(self, experiment: str, name: str, note: str) -> Iterator[str]:
+        """A run that is FAILED unless the block ends, and marked complete last of all."""
+        run = self.client.create_run(
+            self.experiment(experiment), run_name=name, tags={"mlflow.note.content": note} if note else {}
+        )
+        run_id = str(run.info.run_id)
+        try:
+            yield run_id
+            self.client.set_tag(run_id, TAG_STATE, "complete")
+            self.client.set_terminated(run_id, "FINISHED")
+        except BaseException:
+            self.client.set_terminated(run_id, "FAILED")
+            raise
+
+    def pairs(
+        self, target: str = "", drafter: str = "", part: str = "", limit: int = 1000
+    ) -> list[StoredPair]:
+        """Complete pair runs, newest first."""
+        experiment = self.client.get_experiment_by_name(PAIRS)
+        if experiment is None:
+            return []
+        clauses = [f"tags.`{TAG_STATE}` = 'complete'", "attributes.status = 'FINISHED'"]
+        for tag, value in ((TAG_TARGET, target), (TAG_DRAFTER, drafter)):
+            if value:
+                clauses.append(f"tags.`{tag}` = '{value}'")
+        if part:
+            clauses.append(f"tags.`{TAG_PARTS}` LIKE '%{part}%'")
+        runs = self.client.search_runs(
+            [experiment.experiment_id],
+            filter_string=" and ".join(clauses),
+            order_by=["attributes.start_time DESC"],
+            max_results=limit,
+        )
+        return [self._stored(run, fetch=False) for run in runs]
+
+    def pair_run(self, run_id: str) -> StoredPair:
+        """A pair by its run id.
+
+        Raises:
+            ArtifactNotFound: no such run, or not a complete pair run.
+        """
+        from mlflow.exceptions import MlflowException
+
+        try:
+            run = self.client.get_run(run_id)
+        except MlflowException:
+            raise ArtifactNotFound(
+                f"no MLflow run {run_id} in {self.uri}.", "See what is there: hetspec-prep list."
+            ) from None
+        if run.data.tags.get(TAG_STATE) != "complete" or TAG_KEY not in run.data.tags:
+            raise ArtifactNotFound(
+                f"MLflow run {run_id} holds no complete pair.", "See what is there: hetspec-prep list."
+            )
+        return self._stored(run)
+
+    def _stored(self, run: Run, fetch: bool = True) -> StoredPair:
+        """A run with the local directory of its artifact (downloaded if the store is remote)."""
+        location = f"{run.info.artifact_uri}/{ARTIFACT_PATH}"
+        local = Path(location.removeprefix("file://"))
+        if fetch and not local.is_dir():
+            from mlflow.artifacts import download_artifacts
+            from mlflow.exceptions import MlflowException
+
+            try:
+                local = Path(
+                    download_artifacts(
+                        run_id=run.info.run_id, artifact_path=ARTIFACT_PATH, tracking_uri=self.uri
+                    )
+                )
+            except (MlflowException, OSError) as error:
+                raise ArtifactNotFound(
+                    f"the artifact of run {run.info.run_id} is not at {location} ({str(error).splitlines()[0]}).",
+                    "If the store was moved, give the pair's directory instead.",
+                ) from None
+        return StoredPair(
+            run_id=run.info.run_id,
+            run_name=run.info.run_name,
+            artifact_dir=local,
+            tags=run.data.tags,
+            metrics=run.data.metrics,
+            start_time=run.info.start_time,
+        )
+
+
+def find_pair(
+    reference: str, drafter: str | None = None, *, uri: str | None = None, part: str = ""
+) -> StoredPair | Path:
+    """What a user calls a pair, resolved: a directory, a run id, ``runs:/<id>/pair``, or two names.
+
+    Args:
+        reference: directory, run id, runs URI, "TARGET DRAFTER", or the target's name.
+        drafter: the drafter's name, where `reference` is the target's.
+        uri: the tracking store.
+        part: a part the pair must have ("kernel-cosegment", …); the newest such run is taken.
+
+    Raises:
+        ArtifactNotFound: nothing under that name.
+    """
+    if drafter is None and Path(reference).is_dir():
+        return Path(reference)
+    if drafter is None and (match := re.fullmatch(r"(?:runs:/)?([0-9a-f]{32})(?:/pair)?/?", reference)):
+        return Store(uri).pair_run(match.group(1))
+    if drafter is None:
+        names = reference.split()
+        if len(names) != 2:
+            raise ArtifactNotFound(
+                f"no pair {reference!r}: not a directory, a run id or two names.",
+                "See what is there: hetspec-prep list.",
+            )
+        reference, drafter = names
+    for name in (reference, drafter):
+        if "'" in name or "`" in name:
+            raise InvalidInput(
+                f"the name {name!r} has a quote in it.", "Give the pair's directory or run id."
+            )
+    store = Store(uri)
+    found = store.pairs(reference, drafter, part, limit=1)
+    if not found:
+        what = f"with {part} " if part else ""
+        raise ArtifactNotFound(
+            f"no complete pair {reference} ← {drafter} {what}in {store.uri}.",
+            f"Build it: hetspec-prep build-map {reference} {drafter}.",
+        )
+    return store.pair_run(found[0].run_id)
+
+
+def load_pair(
+    reference: str | Path | tuple[str, str], *, uri: str | None = None, part: str = ""
+) -> PairArtifact:
+    """Loads a pair artifact after checking all of it.
+
+    Args:
+        reference: a directory, a run id, ``"runs:/<id>/pair"``, or ``(target, drafter)`` names.
+        uri: the MLflow tracking store; by default the usual one.
+        part: a part it must have.
+
+    Raises:
+        ArtifactNotFound, InvalidArtifact: see the messages.
+    """
+    if isinstance(reference, tuple):
+        found = find_pair(reference[0], reference[1], uri=uri, part=part)
+    else:
+        found = find_pair(str(reference), uri=uri, part=part)
+    return PairArtifact.from_pretrained(found if isinstance(found, Path) else found.artifact_dir)
+
+
+def pair_metrics(pair: PairArtifact) -> dict[str, float]:
+    """The metrics of a pair under their public names; what was not measured is left out."""
+    values: dict[str, Any] = {
+        "vocab/target_rows": pair.target.rows,
+        "vocab/target_text_tokens": pair.target.text_tokens,
+        "vocab/drafter_rows": pair.drafter.rows,
+        "vocab/drafter_text_tokens": pair.drafter.text_tokens,
+    }
+    figures = pair.figures
+    if "map" in figures:
+        values |= {
+            "map/intersection_count": figures["map"]["intersection_count"],
+            "map/target_frac": figures["map"]["target_fraction"],
+            "map/drafter_frac": figures["map"]["drafter_fraction"],
+            "map/duplicates_count": figures["map"]["duplicates"],
+            "map/controls_mapped_count": figures["map"]["controls_mapped"],
+            "map/first_frac": figures["map"]["first_fraction"],
+        }
+    if figures.get("corpus", {}).get("bytes"):
+        values |= {
+            "corpus/target_covered_frac": figures["corpus"]["target_covered"],
+            "corpus/drafter_covered_frac": figures["corpus"]["drafter_covered"],
+        }
+    if "seconds" in figures:
+        values["cost/build_seconds"] = figures["seconds"]
+    return {name: float(value) for name, value in values.items()}
+
+
+# -- MLflow details ------------------------------------------------------------------------------------------
+
+
+def _open(uri: str) -> MlflowClient:
+    """A client whose store exists; its first opening is serialised (a cold SQLite store breaks under races)."""
+    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+    os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
+    for noisy in ("mlflow", "alembic"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+    from filelock import FileLock
+    from mlflow import MlflowClient
+    from mlflow.exceptions import MlflowException
+    from sqlalchemy.exc import SQLAlchemyError
+
+    database = _sqlite_path(uri)
+    try:
+        if database is None:
+            client = MlflowClient(tracking_uri=uri)
+            client.search_experiments(max_results=1)
+            return client
+        database.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{database}.lock"):
+            client = MlflowClient(tracking_uri=uri)
+            client.search_experiments(max_results=1)
+        for noisy in ("mlflow", "alembic"):
+            logging.getLogger(noisy).setLevel(logging.WARNING)
+        return client
+    except (MlflowException, SQLAlchemyError, OSError) as error:
+        raise HetspecError(
+            f"the MLflow store {uri} cannot be opened: {str(error).splitlines()[0]}.",
+            "Check --tracking-uri or MLFLOW_TRACKING_URI, and that the folder is writable.",
+        ) from error
+
+
+def _sqlite_path(uri: str) -> Path | None:
+    return Path(uri.removeprefix("sqlite:///")).absolute() if uri.startswith("sqlite:///") else None
+
+
+def _identity_params(pair: PairArtifact) -> dict[str, Any]:
+    return {
+        "target": pair.target.name,
+        "target_revision": pair.target.revision,
+        "target_style": pair.target.style,
+        "drafter": pair.drafter.name,
+        "drafter_revision": pair.drafter.revision,
+        "drafter_style": pair.drafter.style,
+        "hetspec_version": __version__,
+    }
+
+
+def _metrics(values: Mapping[str, float]) -> list[Any]:
+    from mlflow.entities import Metric
+    from mlflow.utils.time import get_current_time_millis
+
+    unknown = set(values) - set(METRICS)
+    assert not unknown, f"metrics outside the closed list: {unknown}"
+    now = get_current_time_millis()
+    return [Metric(name, value, now, 0) for name, value in values.items()]
+
+
+def _params(values: Mapping[str, Any]) -> list[Any]:
+    from mlflow.entities import Param
+
+    return [Param(name, str(value)) for name, value in values.items() if str(value)]
+
+
+def _tags(values: Mapping[str, str]) -> list[Any]:
+    from mlflow.entities import RunTag
+
+    return [RunTag(name, value) for name, value in values.items()]
+
+
+def ui_command(uri: str, port: int) -> list[str]:
+    """The command line that serves the MLflow UI on a store."""
+    return [sys.executable, "-m", "mlflow", "ui", "--backend-store-uri", uri, "--port", str(port)]

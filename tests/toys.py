@@ -1,0 +1,159 @@
+"""Small real tokenizers, table models and the scripted Rng that walks every branch of the decode code."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Callable, Hashable
+from functools import lru_cache
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
+
+from hetspec.segment import Segmenter
+from hetspec.vocab import Vocabulary, byte_alphabet
+
+ALPHABET = byte_alphabet()
+
+
+def spelled(text: bytes) -> str:
+    """Bytes in the GPT-2 alphabet."""
+    return "".join(ALPHABET[b] for b in text)
+
+
+def byte_bpe(tokens: list[bytes], controls: tuple[str, ...] = ()) -> Tokenizer:
+    """A byte-level BPE tokenizer with exactly these tokens, in this id order; merges in order of the list."""
+    vocab = {spelled(t): i for i, t in enumerate(tokens)}
+    merges = []
+    for token in tokens:
+        for cut in range(1, len(token)):
+            if token[:cut] in tokens and token[cut:] in tokens:
+                merges.append((spelled(token[:cut]), spelled(token[cut:])))
+                break
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(list(controls))
+    return tokenizer
+
+
+class Toy:
+    """A toy tokenizer with its vocabulary and segmenter."""
+
+    def __init__(self, tokens: list[bytes], eos: bool = True, rows: int | None = None) -> None:
+        self.tokenizer = byte_bpe(tokens, ("<eos>",) if eos else ())
+        self.eos_ids = (len(tokens),) if eos else ()
+        self.vocabulary = Vocabulary.from_tokenizer(
+            self.tokenizer, name="toy", rows=rows, eos_ids=self.eos_ids
+        )
+        self.segmenter = Segmenter(self.tokenizer, self.vocabulary)
+
+
+@lru_cache(maxsize=1 << 16)
+def table_logits(seed: str, ids: tuple[int, ...], rows: int, zeros: tuple[int, ...]) -> Tensor:
+    digest = hashlib.sha256(f"{seed}{ids}".encode()).digest()
+    logits = torch.from_numpy(np.random.default_rng(list(digest[:8])).normal(size=rows) * 1.5)
+    logits[list(zeros)] = -torch.inf
+    return logits
+
+
+class TableRow:
+    """A `Row` whose logits are a fixed pseudo-random function of all the ids it has read.
+
+    The law depends on the whole sequence, so a stale or misaligned cache shows.
+    """
+
+    def __init__(self, rows: int, seed: str, zeros: tuple[int, ...] = ()) -> None:
+        self.rows, self.seed, self.zeros = rows, seed, zeros
+        self.max_length = 1 << 20
+        self.read: list[int] = []
+        self.forwards = self.tokens_fed = 0
+        self.seconds = 0.0
+
+    @property
+    def length(self) -> int:
+        return len(self.read)
+
+    def logits_after(self, ids: list[int]) -> Tensor:
+        return table_logits(self.seed, tuple(ids), self.rows, self.zeros)
+
+    def forward(self, ids: list[int], keep: int) -> Tensor:
+        assert 1 <= keep <= len(ids)
+        self.forwards += 1
+        self.tokens_fed += len(ids)
+        self.read += ids
+        last = len(self.read)
+        return torch.stack([self.logits_after(self.read[: last - keep + 1 + j]) for j in range(keep)])
+
+    def crop(self, length: int) -> None:
+        del self.read[length:]
+
+
+class Branch(Exception):
+    """Raised at the end of the tape with the probabilities of the next decision."""
+
+    def __init__(self, law: list[float]) -> None:
+        self.law = law
+
+
+class TapeRng:
+    """Replays scripted decisions and multiplies their probabilities."""
+
+    def __init__(self, tape: tuple[int, ...]) -> None:
+        self.tape, self.position, self.probability = tape, 0, 1.0
+
+    def _next(self, law: list[float]) -> int:
+        if self.position == len(self.tape):
+            raise Branch(law)
+        choice = self.tape[self.position]
+        self.position += 1
+        self.probability *= law[choice]
+        return choice
+
+    def categorical(self, law: Tensor) -> int:
+        wide = law.double()
+        return self._next((wide / wide.sum()).tolist())
+
+    def accept(self, ratio: float) -> bool:
+        ratio = min(1.0, ratio)
+        return bool(self._next([1 - ratio, ratio]))
+
+
+def enumerate_law(run: Callable[[TapeRng], Hashable]) -> dict[Hashable, float]:
+    """The exact law of what `run` returns, over every branch of its decisions."""
+    law: dict[Hashable, float] = defaultdict(float)
+    todo: list[tuple[int, ...]] = [()]
+    while todo:
+        tape = todo.pop()
+        rng = TapeRng(tape)
+        try:
+            law[run(rng)] += rng.probability
+        except Branch as branch:
+            todo += [(*tape, i) for i, p in enumerate(branch.law) if p > 0]
+    return dict(law)
+
+
+def compose(step: Callable[[tuple[int, ...]], dict], n: int, ends: frozenset[int]) -> dict:
+    """Joint law of the first n ids from the law of one step per context; stops at an id of `ends`."""
+    memo: dict[tuple[int, ...], dict] = {}
+    law: dict[tuple[int, ...], float] = defaultdict(float)
+    todo: dict[tuple[int, ...], float] = {(): 1.0}
+    while todo:
+        following: dict[tuple[int, ...], float] = defaultdict(float)
+        for context, probability in todo.items():
+            if context not in memo:
+                memo[context] = step(context)
+            for committed, q in memo[context].items():
+                ids = (context + committed)[:n]
+                if len(ids) >= n or ids[-1] in ends:
+                    law[ids] += probability * q
+                else:
+                    following[ids] += probability * q
+        todo = dict(following)
+    return dict(law)
+
+
+def total_variation(a: dict, b: dict) -> float:
+    return sum(abs(a.get(x, 0.0) - b.get(x, 0.0)) for x in set(a) | set(b)) / 2
