@@ -9,6 +9,7 @@ Letters: `p` target, `q` drafter, `pi` proposal over the target's vocabulary; V_
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -96,6 +97,11 @@ class SLEM:
     target in context; the candidates are guesses, judged against the target's own draws. Guessing the mode
     maximises the chance of a match, so drafts are greedy at any temperature.
 
+    Where the target's last token ends inside what the drafter would write as one token (a line break, where
+    the drafter's tokens are line break plus indent), the drafter would read the break as "no indent follows".
+    There the draft starts one token earlier, among the drafter tokens that the target would begin with that
+    same last token (reconstruction: "healing").
+
     Args:
         mapping: for control tokens by role.
         target: the target's vocabulary.
@@ -109,12 +115,19 @@ class SLEM:
         self, mapping: VocabularyMap, target: Vocabulary, drafter: Vocabulary, segmenter: Segmenter
     ) -> None:
         self.mapping, self.target, self.drafter, self.segmenter = mapping, target, drafter, segmenter
+        self.longer = LongerTokens(drafter, segmenter)
 
     def propose(self, context: DrafterContext, behind: list[int], n: int, rng: Rng) -> Proposal:
         """Drafts `n` drafter tokens and re-tokenises their bytes; see `Algorithm.propose`."""
         end: list[int] = []
-        for _ in range(n):
-            d = int(laws.argmax(context.next_logits(), "the drafter"))
+        for i in range(n):
+            d = (
+                self._first(context, behind)
+                if i == 0
+                else int(laws.argmax(context.next_logits(), "the drafter"))
+            )
+            if d < 0:  # the last committed token was replaced by a longer one, which is the first draft
+                continue
             if d >= len(self.drafter.pieces) or not self.drafter.pieces[d]:
                 role = int(self.mapping.d2t[d])
                 end = [role] if role >= 0 else []
@@ -128,6 +141,22 @@ class SLEM:
             return Proposal(end)
         return Proposal(self.segmenter.encode_after(self._bytes_behind(behind), whole) + end)
 
+    def _first(self, context: DrafterContext, behind: list[int]) -> int:
+        """The first drafted token; −1 if it went into the place of the last committed one."""
+        d = context.replaceable()
+        longer = self.longer.of(self.drafter.pieces[d]) if d >= 0 and self.target.pieces[behind[-1]] else None
+        if longer is None or not len(longer):
+            return int(laws.argmax(context.next_logits(), "the drafter"))
+        before, after = context.last_logits(2)
+        best, where = before[longer].max(dim=0)
+        e = int(longer[where])
+        if best > before[d] and self.longer.target_keeps(
+            behind[-1], self.drafter.pieces[e][len(self.drafter.pieces[d]) :]
+        ):
+            context.replace_last(e)
+            return -1
+        return int(laws.argmax(after, "the drafter"))
+
     def _bytes_behind(self, behind: list[int]) -> bytes:
         """The bytes of the last few committed tokens, back to the last control token."""
         start = len(behind)
@@ -138,6 +167,35 @@ class SLEM:
         ):
             start -= 1
         return self.target.spell(behind[start:])
+
+
+class LongerTokens:
+    """For a drafter token: the drafter tokens that begin with its bytes and are longer.
+
+    Args:
+        drafter: the drafter's vocabulary.
+        segmenter: of the target's tokenizer.
+    """
+
+    def __init__(self, drafter: Vocabulary, segmenter: Segmenter) -> None:
+        self._segmenter = segmenter
+        self._sorted = sorted((piece, d) for d, piece in enumerate(drafter.pieces) if piece)
+        self._ids = torch.tensor([d for _, d in self._sorted])
+        self._kept: dict[tuple[int, bytes], bool] = {}
+
+    def of(self, piece: bytes) -> Tensor:
+        """Drafter ids whose bytes begin with `piece` and go on, int64."""
+        start = bisect_left(self._sorted, (piece + b"\0", -1))
+        end = bisect_left(self._sorted, (piece + b"\xff" * 64, -1))
+        return self._ids[start:end]
+
+    def target_keeps(self, t: int, rest: bytes) -> bool:
+        """Whether the target, reading its token `t` followed by `rest`, begins with `t` all the same."""
+        key = (t, rest)
+        if key not in self._kept:
+            text = self._segmenter.vocabulary.pieces[t] + rest
+            self._kept[key] = self._segmenter.encode(text)[:1] == [t]
+        return self._kept[key]
 
 
 # -- TLI -----------------------------------------------------------------------------------------------------

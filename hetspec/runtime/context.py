@@ -49,11 +49,14 @@ class DrafterContext:
 
         Only ids the drafter has not read yet are fed.
         """
+        return self.last_logits(1)[0]
+
+    def last_logits(self, keep: int) -> Tensor:
+        """Logits [keep, V_d] after each of the last `keep` ids; re-reads those of them it has read already."""
         if len(self.ids) >= self.row.max_length:
             self._slide()
-        if self.row.length >= len(self.ids):  # everything was read, but its logits were not kept
-            self.row.crop(len(self.ids) - 1)
-        return self.row.forward(self.ids[self.row.length :], keep=1)[0]
+        self.row.crop(len(self.ids) - keep)
+        return self.row.forward(self.ids[self.row.length :], keep=keep)
 
     @property
     def readable(self) -> bool:
@@ -67,8 +70,23 @@ class DrafterContext:
 
     @property
     def drafted(self) -> bytes:
-        """The bytes of the drafted tokens."""
-        return self.segmenter.vocabulary.spell(self.ids[self._committed :])
+        """The drafted bytes after the committed text."""
+        start = self.ends[self._committed - 1] if self._committed else 0
+        return self.segmenter.vocabulary.spell(self.ids[self._committed :])[len(self.text) - start :]
+
+    def replaceable(self) -> int:
+        """The last committed drafter token if nothing was drafted after it and it may be replaced, else −1."""
+        last = len(self.ids) - 1
+        return self.ids[last] if len(self.ids) == self._committed and max(self._fixed, 1) <= last else -1
+
+    def replace_last(self, d: int) -> None:
+        """Puts a drafted token in the place of the last committed one; its bytes begin with that one's.
+
+        If the draft is rejected, `commit` encodes those bytes again.
+        """
+        self._cut(len(self.ids) - 1)
+        self._committed = len(self.ids)
+        self.push(d)
 
     # -- committing ------------------------------------------------------------------------------------
 
