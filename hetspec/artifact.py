@@ -7,6 +7,7 @@ Knows nothing about models, MLflow or how the parts were computed.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -26,6 +27,7 @@ from hetspec.vocab import Vocabulary
 
 FORMAT_VERSION = 1
 MAX_CONFIG_BYTES = 1 << 20
+MAX_TENSOR_BYTES = 1 << 31  # a sparse file of any size costs an attacker nothing
 REBUILD = "Rebuild it: hetspec-prep build-map TARGET DRAFTER."
 
 
@@ -48,6 +50,10 @@ class TokenizerIdentity:
     behaviour_sha256: str
 
     def __post_init__(self) -> None:
+        for name in ("name", "revision", "style"):
+            value = getattr(self, name)
+            if not value.isprintable():
+                raise InvalidArtifact(f"the {name} {value!r} has control characters.", "Rename the source.")
         for name in ("vocab_sha256", "behaviour_sha256"):
             value = getattr(self, name)
             if not _is_sha256(value):
@@ -164,7 +170,8 @@ class Kernel:
             if array.dtype != dtype or array.ndim != 1:
                 raise InvalidArtifact(f"{where}: {name} is {array.dtype}{list(array.shape)}.", REBUILD)
         indptr, nnz = self.indptr, len(self.indices)
-        if len(indptr) < 2 or indptr[0] != 0 or indptr[-1] != nnz or (np.diff(indptr) < 0).any():
+        # Compared, not subtracted: a difference of two hostile int64 can wrap around to look positive.
+        if len(indptr) < 2 or indptr[0] != 0 or indptr[-1] != nnz or (indptr[1:] < indptr[:-1]).any():
             raise InvalidArtifact(f"{where}: indptr is not monotone from 0 to {nnz}.", REBUILD)
         if len(self.weights) != nnz:
             raise InvalidArtifact(f"{where}: {nnz} indices but {len(self.weights)} weights.", REBUILD)
@@ -247,7 +254,7 @@ class PairArtifact:
         """
         final = Path(directory).absolute()
         if final.exists():
-            raise HetspecError(f"{final} exists already; artifacts are immutable.", "Choose a new directory.")
+            raise _taken(final)
         temporary = None
         try:
             final.parent.mkdir(parents=True, exist_ok=True)
@@ -259,6 +266,8 @@ class PairArtifact:
         except OSError as error:
             if temporary is not None:
                 shutil.rmtree(temporary, ignore_errors=True)
+            if error.errno in (errno.ENOTEMPTY, errno.EEXIST):  # another writer was first
+                raise _taken(final) from None
             raise HetspecError(
                 f"cannot write the pair artifact to {final}: {error.strerror or error}.",
                 "Free space or choose a writable folder.",
@@ -315,6 +324,10 @@ ALLOWED_FILES = ("map.safetensors", *(f"kernel-{prior}.safetensors" for prior in
 CONFIG_KEYS = {"format_version", "target", "drafter", "figures", "provenance", "files", "sha256"}
 
 
+def _taken(directory: Path) -> HetspecError:
+    return HetspecError(f"{directory} exists already; artifacts are immutable.", "Choose a new directory.")
+
+
 def _parts(pair: PairArtifact) -> dict[str, dict[str, np.ndarray]]:
     """File name -> tensors of every part the pair has."""
     parts = {"map.safetensors": {"d2t": pair.map.d2t, "t2d": pair.map.t2d, "first": pair.map.first}}
@@ -341,7 +354,13 @@ def _write_all(pair: PairArtifact, folder: Path) -> None:
         "files": digests,
     }
     config["sha256"] = _config_sha256(config)
-    _write_file(folder / "config.json", _canonical(config))
+    blob = _canonical(config)
+    if len(blob) > MAX_CONFIG_BYTES:
+        raise HetspecError(
+            f"the pair's figures and provenance take {len(blob):,} bytes, at most {MAX_CONFIG_BYTES:,} fit.",
+            "Keep long lists out of them.",
+        )
+    _write_file(folder / "config.json", blob)
     _fsync(folder)
 
 
@@ -379,24 +398,21 @@ def _read_config(folder: Path) -> dict[str, Any]:
     def invalid(what: str) -> InvalidArtifact:
         return InvalidArtifact(f"{folder / 'config.json'}: {what}.", REBUILD)
 
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        keys = dict(pairs)
-        if len(keys) != len(pairs):
-            raise ValueError("duplicate keys")
-        return keys
-
     def constant(value: str) -> float:
         raise ValueError(f"{value} is not JSON")
 
     blob = _read_regular(folder, "config.json", MAX_CONFIG_BYTES)
     try:
-        config = json.loads(blob.decode("utf-8"), object_pairs_hook=unique, parse_constant=constant)
+        config = json.loads(blob.decode("utf-8"), object_pairs_hook=_unique, parse_constant=constant)
+        canonical = _canonical(
+            config
+        )  # fails where JSON spells what UTF-8 or JSON itself cannot (1e999, \ud800)
     except (ValueError, RecursionError) as error:
         raise invalid(f"not readable as JSON ({str(error)[:80]})") from None
     if not isinstance(config, dict) or "format_version" not in config:
         raise invalid("no format_version, so this is no pair artifact")
     version = config["format_version"]
-    if version != FORMAT_VERSION or isinstance(version, bool):
+    if type(version) is not int or version != FORMAT_VERSION:
         raise InvalidArtifact(
             f"{folder}: format version {version!r}, this hetspec reads {FORMAT_VERSION}.",
             "Install a matching hetspec or rebuild the pair.",
@@ -408,7 +424,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
             raise invalid(f"{key} is not an object")
     if not isinstance(config["sha256"], str) or config["sha256"] != _config_sha256(config):
         raise invalid("its content does not match its own sha256 (edited or damaged)")
-    if blob != _canonical(config):
+    if blob != canonical:
         raise invalid("not spelled as it was saved (edited or damaged)")
     files = config["files"]
     if "map.safetensors" not in files:
@@ -421,13 +437,21 @@ def _read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def _read_regular(folder: Path, name: str, limit: int | None = None) -> bytes:
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object, refused where a key stands twice (`json` would keep the last)."""
+    keys = dict(pairs)
+    if len(keys) != len(pairs):
+        raise ValueError("duplicate keys")
+    return keys
+
+
+def _read_regular(folder: Path, name: str, limit: int) -> bytes:
     path = folder / name
     try:
         info = path.lstat()
         if not stat.S_ISREG(info.st_mode):
             raise InvalidArtifact(f"{path} is not a regular file.", REBUILD)
-        if limit is not None and info.st_size > limit:
+        if info.st_size > limit:
             raise InvalidArtifact(f"{path} has {info.st_size:,} bytes, expected at most {limit:,}.", REBUILD)
         return path.read_bytes()
     except OSError as error:
@@ -435,7 +459,7 @@ def _read_regular(folder: Path, name: str, limit: int | None = None) -> bytes:
 
 
 def _read_checked(folder: Path, name: str, digest: str) -> bytes:
-    blob = _read_regular(folder, name)
+    blob = _read_regular(folder, name, MAX_TENSOR_BYTES)
     found = hashlib.sha256(blob).hexdigest()
     if found != digest:
         raise InvalidArtifact(f"{folder / name}: sha256 {found[:12]}…, expected {digest[:12]}….", REBUILD)
@@ -445,12 +469,14 @@ def _read_checked(folder: Path, name: str, digest: str) -> bytes:
 def _tensors(
     blob: bytes, where: str, required: tuple[str, ...], optional: tuple[str, ...] = ()
 ) -> dict[str, np.ndarray]:
+    """The tensors of a safetensors file, which must be these and nothing else (no metadata, none twice)."""
     try:
+        header = json.loads(blob[8 : 8 + int.from_bytes(blob[:8], "little")], object_pairs_hook=_unique)
+        if not set(required) <= set(header) <= {*required, *optional}:
+            raise ValueError(f"tensors {sorted(header)}, expected {list(required)}")
         tensors: dict[str, np.ndarray] = safetensors_numpy.load(blob)
-    except (SafetensorError, ValueError, KeyError, TypeError) as error:
-        raise InvalidArtifact(f"{where}: {error}.", REBUILD) from None
-    if not set(required) <= set(tensors) <= {*required, *optional}:
-        raise InvalidArtifact(f"{where}: tensors {sorted(tensors)}, expected {list(required)}.", REBUILD)
+    except (SafetensorError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise InvalidArtifact(f"{where}: {str(error)[:200]}.", REBUILD) from None
     return tensors
 
 

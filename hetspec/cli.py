@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from hetspec.errors import HetspecError, InvalidInput
+from hetspec.errors import HetspecError, InvalidArtifact, InvalidInput
 
 if TYPE_CHECKING:
     from hetspec.runtime.generate import Engine
@@ -302,6 +302,7 @@ def ui(
     print(
         f"MLflow UI on http://127.0.0.1:{port} for {store.uri} (Ctrl-C ends it)", file=sys.stderr, flush=True
     )
+    os.environ.setdefault("MLFLOW_SERVER_ENABLE_JOB_EXECUTION", "false")  # eight more processes, for other users
     command = ui_command(store.uri, port)
     os.execv(command[0], command)  # noqa: S606 - our own interpreter, fixed arguments
 
@@ -541,7 +542,6 @@ def _map_record(pair: Any, stored: StoredPair, folder: Path) -> dict[str, Any]:
 def _note(pair: Any) -> str:
     figures, corpus = pair.figures["map"], pair.figures["corpus"]
     return (
-        f"**{pair.target.name} ← {pair.drafter.name}**\n\n"
         f"- target: {pair.target.style}, {pair.target.text_tokens:,} text tokens\n"
         f"- drafter: {pair.drafter.style}, {pair.drafter.text_tokens:,} text tokens\n"
         f"- shared byte for byte: {figures['intersection_count']:,} tokens\n"
@@ -550,20 +550,38 @@ def _note(pair: Any) -> str:
 
 
 def _show_pair(pair: Any, title: str) -> None:
-    figures, corpus = pair.figures["map"], pair.figures["corpus"]
     rows = [
         ["tokenizer", pair.target.style, pair.drafter.style],
         ["model rows", f"{pair.target.rows:,}", f"{pair.drafter.rows:,}"],
         ["text tokens", f"{pair.target.text_tokens:,}", f"{pair.drafter.text_tokens:,}"],
-        ["shared byte for byte", f"{figures['intersection_count']:,}", ""],
-        [
-            "… as a share",
-            f"{100 * figures['target_fraction']:.1f} %",
-            f"{100 * figures['drafter_fraction']:.1f} %",
-        ],
-        ["control tokens by role", f"{figures['controls_mapped']}", ""],
     ]
-    if corpus["bytes"]:
+    try:
+        rows += _figure_rows(pair.figures)
+    except (KeyError, TypeError, ValueError, AttributeError):  # checked by sha256 only, so of any shape
+        raise InvalidArtifact(
+            f"the figures of {title} are not those of a built map.", "Rebuild it: hetspec-prep build-map."
+        ) from None
+    for prior, kernel in pair.kernels.items():
+        rows.append([f"kernel {prior}", f"{len(kernel.indices):,} entries", ""])
+    _table(["", "target", "drafter"], rows, title=title)
+
+
+def _figure_rows(figures: dict[str, Any]) -> list[list[str]]:
+    """Rows of the table for what was counted; none for a pair made without `build_pair`."""
+    rows = []
+    if "map" in figures:
+        counted = figures["map"]
+        rows += [
+            ["shared byte for byte", f"{counted['intersection_count']:,}", ""],
+            [
+                "… as a share",
+                f"{100 * counted['target_fraction']:.1f} %",
+                f"{100 * counted['drafter_fraction']:.1f} %",
+            ],
+            ["control tokens by role", f"{counted['controls_mapped']}", ""],
+        ]
+    corpus = figures.get("corpus", {})
+    if corpus.get("bytes"):
         rows.append(
             [
                 f"running text covered ({corpus['name']})",
@@ -571,9 +589,7 @@ def _show_pair(pair: Any, title: str) -> None:
                 f"{100 * corpus['drafter_covered']:.1f} %",
             ]
         )
-    for prior, kernel in pair.kernels.items():
-        rows.append([f"kernel {prior}", f"{len(kernel.indices):,} entries", ""])
-    _table(["", "target", "drafter"], rows, title=title)
+    return rows
 
 
 def _table(headers: list[str], rows: list[list[str]], title: str = "", empty: str = "") -> None:

@@ -33,8 +33,8 @@ class Segmenter:
         self.vocabulary = vocabulary
         self.tokenizer = _without_context(tokenizer, vocabulary)
         self._byte_level = vocabulary.style == "byte-level BPE"
-        controls = [t.content for t in self.tokenizer.get_added_tokens_decoder().values() if t.special]
-        self._control = re.compile("|".join(map(re.escape, controls))) if controls else None
+        self._controls = _controls(self.tokenizer, vocabulary)
+        self._control = _first_characters(self._controls)
 
     def encode(self, text: bytes) -> list[int]:
         """Ids for a byte string in the middle of a text (no special tokens, no dummy prefix)."""
@@ -42,7 +42,10 @@ class Segmenter:
         for run, valid in split_utf8(text):
             if valid:
                 for part in self._parts(run.decode()):
-                    ids += self.tokenizer.encode(part, add_special_tokens=False).ids
+                    if part in self._controls:  # a single character: cannot be cut
+                        ids += self._encode_loose_bytes(part.encode())
+                    else:
+                        ids += self.tokenizer.encode(part, add_special_tokens=False).ids
             else:
                 ids += self._encode_loose_bytes(run)
         return ids
@@ -50,7 +53,11 @@ class Segmenter:
     def encode_batch(self, texts: Sequence[bytes]) -> list[list[int]]:
         """`encode` of many byte strings."""
         simple = {i: text.decode() for i, text in enumerate(texts) if is_utf8(text)}
-        simple = {i: text for i, text in simple.items() if len(self._parts(text)) == 1}
+        simple = {
+            i: text
+            for i, text in simple.items()
+            if text not in self._controls and self._parts(text) == [text]
+        }
         encodings = self.tokenizer.encode_batch_fast(list(simple.values()), add_special_tokens=False)
         ids = {i: encoding.ids for i, encoding in zip(simple, encodings, strict=True)}
         return [ids[i] if i in ids else self.encode(text) for i, text in enumerate(texts)]
@@ -82,19 +89,42 @@ class Segmenter:
     def _parts(self, text: str) -> list[str]:
         """The text, cut after the first character of every control-token string, so that none is read as one.
 
-        (`Tokenizer.encode_special_tokens` would do the same, but it is a switch on the caller's object.)
+        (`Tokenizer.encode_special_tokens` would do the same, but it is a switch on the caller's object, and
+        knows nothing of control tokens that are not called special.)
         """
         if self._control is None:
             return [text]
-        cuts = [0, *(match.start() + 1 for match in self._control.finditer(text)), len(text)]
-        return [text[a:b] for a, b in pairwise(cuts) if a < b] or [text]
+        cuts = {0, len(text)}
+        for match in self._control.finditer(text):
+            cuts.add(match.end())
+            if match.group() in self._controls:
+                cuts.add(match.start())
+        return [text[a:b] for a, b in pairwise(sorted(cuts))] or [text]
 
     def _encode_loose_bytes(self, run: bytes) -> list[int]:
         """Ids for bytes that are no valid UTF-8; a byte without a token is left out."""
+        pieces = self.vocabulary.pieces
         if self._byte_level:
-            return [t.id for t in self.tokenizer.model.tokenize("".join(_ALPHABET[b] for b in run))]
+            tokens = self.tokenizer.model.tokenize("".join(_ALPHABET[b] for b in run))
+            return [token.id for token in tokens if pieces[token.id]]  # not the unknown token
         by_bytes = self.vocabulary.ids_by_bytes
         return [by_bytes[bytes([b])][0] for b in run if bytes([b]) in by_bytes]
+
+
+def _controls(tokenizer: Tokenizer, vocabulary: Vocabulary) -> frozenset[str]:
+    """Added tokens that spell nothing: special ones, markers and reserved slots."""
+    added = tokenizer.get_added_tokens_decoder()
+    return frozenset(token.content for i, token in added.items() if not vocabulary.pieces[i])
+
+
+def _first_characters(strings: frozenset[str]) -> re.Pattern[str] | None:
+    """A pattern that finds the first character of each of these strings, overlapping ones too."""
+    rests: dict[str, list[str]] = {}
+    for string in sorted(strings, key=lambda s: (-len(s), s)):
+        rests.setdefault(string[0], []).append(re.escape(string[1:]))
+    return (
+        re.compile("|".join(f"{re.escape(c)}(?={'|'.join(r)})" for c, r in rests.items())) if rests else None
+    )
 
 
 def is_utf8(text: bytes) -> bool:
@@ -131,11 +161,12 @@ def split_utf8(text: bytes) -> list[tuple[bytes, bool]]:
 
 def unfinished_utf8(text: bytes) -> int:
     """Number of bytes at the end of `text` that begin a UTF-8 character without finishing it (0..3)."""
-    for back in range(1, min(4, len(text) + 1)):
-        byte = text[-back]
-        if byte & 0xC0 != 0x80:  # not a continuation byte: the character starts here
-            need = 2 if byte & 0xE0 == 0xC0 else 3 if byte & 0xF0 == 0xE0 else 4 if byte & 0xF8 == 0xF0 else 1
-            return back if back < need else 0
+    for n in range(min(3, len(text)), 0, -1):
+        tail = text[-n:]
+        need = 4 if tail[0] >= 0xF0 else 3 if tail[0] >= 0xE0 else 2
+        # Two fillings are enough: after E0 and F0 only high bytes may follow, after ED and F4 only low ones.
+        if n < need and any(is_utf8(tail + (fill + b"\x80\x80")[: need - n]) for fill in (b"\x80", b"\xbf")):
+            return n
     return 0
 
 

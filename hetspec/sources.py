@@ -14,16 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hetspec.errors import UnknownSource, UnsupportedModel, UnsupportedTokenizer
-from hetspec.packaged import (
-    PACKAGED,
-    cache_dir,
-    ensure_packaged,
-    file_tokenizer,
-    gguf_model,
-    human_eval_prompts,
-    is_fetched,
-    read_gguf,
-)
+from hetspec.packaged import PACKAGED, cache_dir, ensure_packaged, gguf_model, human_eval_prompts, is_fetched
+from hetspec.tokenizer_files import file_tokenizer, read_gguf
 
 if TYPE_CHECKING:
     import tokenizers

@@ -6,16 +6,18 @@ The only module that imports mlflow. Runs that are not wholly written never carr
 
 from __future__ import annotations
 
+import getpass
 import logging
 import os
 import re
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote, urlsplit
 
 from hetspec import __version__
 from hetspec.artifact import PairArtifact
@@ -110,6 +112,8 @@ class Store:
             else:
                 primary = "map/intersection_count" if name == PAIRS else "speed/ratio_to_plain"
                 self.client.set_experiment_tag(created, "mlflow.experiment.primaryMetric.name", primary)
+                # Otherwise the UI takes the experiment for one of prompts and traces and hides metrics.
+                self.client.set_experiment_tag(created, "mlflow.experimentKind", "custom_model_development")
                 return str(created)
         if found.lifecycle_stage != "active":
             raise HetspecError(
@@ -144,7 +148,7 @@ class Store:
             folder = pair.save_pretrained(Path(scratch) / ARTIFACT_PATH)
             size = sum(f.stat().st_size for f in folder.iterdir())
             run_name = f"{pair.target.name} ← {pair.drafter.name}"
-            with self._run(PAIRS, run_name, note) as run_id:
+            with self._run(PAIRS, run_name, note, source=f"hetspec-prep {stage}") as run_id:
                 self.client.log_batch(
                     run_id,
                     metrics=_metrics(pair_metrics(pair) | {"cost/artifact_bytes": float(size)}),
@@ -172,11 +176,14 @@ class Store:
         return self._stored(self.client.get_run(run_id))
 
     @contextmanager
-    def _run(self, experiment: str, name: str, note: str) -> Iterator[str]:
+    def _run(self, experiment: str, name: str, note: str, source: str) -> Iterator[str]:
         """A run that is FAILED unless the block ends, and marked complete last of all."""
-        run = self.client.create_run(
-            self.experiment(experiment), run_name=name, tags={"mlflow.note.content": note} if note else {}
-        )
+        tags = {"mlflow.source.name": source, "mlflow.source.type": "LOCAL"}
+        if note:
+            tags["mlflow.note.content"] = note
+        with suppress(OSError, KeyError):  # a user id without a name
+            tags["mlflow.user"] = getpass.getuser()
+        run = self.client.create_run(self.experiment(experiment), run_name=name, tags=tags)
         run_id = str(run.info.run_id)
         try:
             yield run_id
@@ -230,7 +237,7 @@ class Store:
     def _stored(self, run: Run, fetch: bool = True) -> StoredPair:
         """A run with the local directory of its artifact (downloaded if the store is remote)."""
         location = f"{run.info.artifact_uri}/{ARTIFACT_PATH}"
-        local = Path(location.removeprefix("file://"))
+        local = Path(unquote(urlsplit(location).path) if location.startswith("file:") else location)
         if fetch and not local.is_dir():
             from mlflow.artifacts import download_artifacts
             from mlflow.exceptions import MlflowException
@@ -353,8 +360,6 @@ def _open(uri: str) -> MlflowClient:
     """A client whose store exists; its first opening is serialised (a cold SQLite store breaks under races)."""
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
-    for noisy in ("mlflow", "alembic"):
-        logging.getLogger(noisy).setLevel(logging.WARNING)
     from filelock import FileLock
     from mlflow import MlflowClient
     from mlflow.exceptions import MlflowException
@@ -362,22 +367,34 @@ def _open(uri: str) -> MlflowClient:
 
     database = _sqlite_path(uri)
     try:
-        if database is None:
+        if database is not None:
+            database.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{database}.lock") if database else nullcontext(), _hushed("mlflow", "alembic"):
             client = MlflowClient(tracking_uri=uri)
             client.search_experiments(max_results=1)
-            return client
-        database.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(f"{database}.lock"):
-            client = MlflowClient(tracking_uri=uri)
-            client.search_experiments(max_results=1)
-        for noisy in ("mlflow", "alembic"):
-            logging.getLogger(noisy).setLevel(logging.WARNING)
         return client
     except (MlflowException, SQLAlchemyError, OSError) as error:
         raise HetspecError(
             f"the MLflow store {uri} cannot be opened: {str(error).splitlines()[0]}.",
             "Check --tracking-uri or MLFLOW_TRACKING_URI, and that the folder is writable.",
         ) from error
+
+
+@contextmanager
+def _hushed(*names: str) -> Iterator[None]:
+    """Keeps these loggers to warnings for a while (creating a store is told in ten lines of INFO).
+
+    Only after ``import mlflow``, which sets its logger's level itself.
+    """
+    loggers = [logging.getLogger(name) for name in names]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 def _sqlite_path(uri: str) -> Path | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -18,10 +19,11 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from hetspec.errors import HetspecError, UnsupportedTokenizer
+from hetspec.errors import HetspecError, IncompatiblePair, UnsupportedTokenizer
 
 FINGERPRINT_VERSION = 1
 SPACE_SIGN = "▁"
+_BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")
 
 # The fixed text of the behaviour fingerprint: scripts, spacing, digits, code, control characters, emoji.
 PROBE_TEXTS = (
@@ -80,7 +82,7 @@ class Vocabulary:
         if self.kinds.shape != (size,):
             raise HetspecError(f"vocabulary {self.name}: {self.kinds.shape} kinds for {size} pieces.")
         if self.rows < size:
-            raise HetspecError(
+            raise IncompatiblePair(
                 f"vocabulary {self.name}: the model has {self.rows:,} rows but the tokenizer has {size:,} ids.",
                 "This tokenizer does not belong to this model.",
             )
@@ -111,6 +113,10 @@ class Vocabulary:
                 ids.sort(key=lambda i: (self.kinds[i], i))
         return table
 
+    def bytes_of(self, i: int) -> bytes:
+        """The bytes of one id; b"" for control, unused and padding ids."""
+        return self.pieces[i] if i < len(self.pieces) else b""
+
     def spell(self, ids: Iterable[int]) -> bytes:
         """The bytes of a sequence of ids; control and padding ids spell nothing."""
         pieces, size = self.pieces, len(self.pieces)
@@ -140,6 +146,10 @@ class Vocabulary:
         """
         spec = json.loads(tokenizer.to_str())
         rules = _rules(spec, name)
+        try:
+            behaviour = _behaviour_sha256(tokenizer, spec)
+        except Exception as error:  # the tokenizers library raises nothing more special
+            raise UnsupportedTokenizer(f"tokenizer {name} cannot encode text: {error}.") from None
         added = tokenizer.get_added_tokens_decoder()
         in_model = set(_model_pieces(spec))
         roles = set(eos_ids) | set(turn_end_ids)
@@ -168,7 +178,7 @@ class Vocabulary:
             eos_ids=tuple(sorted(set(eos_ids))),
             turn_end_ids=tuple(sorted(set(turn_end_ids))),
             vocab_sha256=_vocab_sha256(pieces, kinds),
-            behaviour_sha256=_behaviour_sha256(tokenizer, spec),
+            behaviour_sha256=behaviour,
             style=rules.style,
             adds_prefix_space=rules.adds_prefix_space,
             notes=_notes(spec, pieces),
@@ -230,12 +240,7 @@ class _Rules:
 
 
 def _byte_token(piece: str) -> int | None:
-    if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
-        try:
-            return int(piece[3:5], 16)
-        except ValueError:
-            return None
-    return None
+    return int(piece[3:5], 16) if _BYTE_TOKEN.fullmatch(piece) else None
 
 
 def _wordpiece_text(piece: str, prefix: str, cleanup: bool) -> str:
@@ -254,7 +259,9 @@ def _wordpiece_text(piece: str, prefix: str, cleanup: bool) -> str:
 
 def _is_marker(piece: str) -> bool:
     """Control tokens that some tokenizers add without calling them special (``<|fim_prefix|>``)."""
-    return len(piece) > 4 and piece[0] == "<" and piece[-1] == ">" and piece[1] in "|｜" and piece[-2] in "|｜"
+    return (
+        len(piece) > 4 and piece[0] == "<" and piece[-1] == ">" and piece[1] in "|｜" and piece[-2] in "|｜"
+    )
 
 
 def _is_reserved(piece: str) -> bool:
@@ -381,13 +388,11 @@ def _behaviour_sha256(tokenizer: Tokenizer, spec: dict[str, Any]) -> str:
     vocab = spec["model"]["vocab"]
     if isinstance(vocab, dict):
         ordered = sorted(vocab, key=vocab.__getitem__)
-        digest.update(
-            "\0".join(ordered).encode() + b"\1" + json.dumps([vocab[piece] for piece in ordered]).encode()
-        )
+        digest.update(_joined(ordered) + json.dumps([vocab[piece] for piece in ordered]).encode())
     else:
         digest.update(json.dumps(vocab).encode())
     merges = spec["model"].get("merges") or ()
-    digest.update("\0".join(m if isinstance(m, str) else " ".join(m) for m in merges).encode() + b"\1")
+    digest.update(_joined([part for m in merges for part in (m.split(" ") if isinstance(m, str) else m)]))
     digest.update(b"1" if tokenizer.encode_special_tokens else b"0")
     probed = tokenizer
     if spec.get("truncation") or spec.get("padding"):
@@ -396,3 +401,8 @@ def _behaviour_sha256(tokenizer: Tokenizer, spec: dict[str, Any]) -> str:
     for text in PROBE_TEXTS:
         digest.update(json.dumps(probed.encode(text, add_special_tokens=False).ids).encode())
     return digest.hexdigest()
+
+
+def _joined(strings: list[str]) -> bytes:
+    """Strings in one, with their lengths, so that two lists never give the same bytes."""
+    return json.dumps(list(map(len, strings))).encode() + "".join(strings).encode()

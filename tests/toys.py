@@ -9,7 +9,7 @@ from functools import lru_cache
 
 import numpy as np
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 
 from hetspec.segment import Segmenter
@@ -157,3 +157,57 @@ def compose(step: Callable[[tuple[int, ...]], dict], n: int, ends: frozenset[int
 
 def total_variation(a: dict, b: dict) -> float:
     return sum(abs(a.get(x, 0.0) - b.get(x, 0.0)) for x in set(a) | set(b)) / 2
+
+
+def trained_bpe(texts: list[str], size: int) -> Tokenizer:
+    """A real byte-level BPE tokenizer with an <eos>, trained in process."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=["<eos>"],
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def tiny_model(kind: str, rows: int, seed: int, eos: int | None = 0, positions: int = 512, window: int = 8):
+    """A random model of a real architecture in float64."""
+    import transformers
+
+    shared = {"vocab_size": rows, "bos_token_id": None, "eos_token_id": eos, "pad_token_id": None}
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": positions,
+    }
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        if kind == "gpt2":
+            config = transformers.GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=positions, **shared)
+            model = transformers.GPT2LMHeadModel(config)
+        elif kind == "gemma3":
+            config = transformers.Gemma3TextConfig(
+                **sizes,
+                **shared,
+                head_dim=8,
+                sliding_window=window,
+                layer_types=["sliding_attention", "full_attention"],
+            )
+            model = transformers.Gemma3ForCausalLM(config)
+        elif kind == "mistral":
+            model = transformers.MistralForCausalLM(
+                transformers.MistralConfig(**sizes, **shared, sliding_window=window)
+            )
+        else:
+            model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **shared))
+        # Spread the logits: a random head is nearly uniform, and near-ties hide mistakes.
+        model.get_output_embeddings().weight.data.normal_(std=0.6)
+    model.generation_config.eos_token_id = eos
+    return model.double().eval()

@@ -52,7 +52,7 @@ def roles(target: Vocabulary, drafter: Vocabulary) -> list[tuple[int, int]]:
     """Pairs (drafter id, target id) of control tokens with the same role.
 
     End of turn goes to end of turn and end of text to end of text where both exist, else to whatever
-    ends a generation on the other side.
+    ends a generation on the other side. Pairs of the same role come first.
     """
 
     def split(vocabulary: Vocabulary) -> tuple[list[int], list[int]]:
@@ -61,14 +61,16 @@ def roles(target: Vocabulary, drafter: Vocabulary) -> list[tuple[int, int]]:
 
     target_turn, target_text = split(target)
     drafter_turn, drafter_text = split(drafter)
-    pairs = []
-    for ids, same, other in (
+    same, other = [], []
+    for ids, images, substitutes in (
         (drafter_turn, target_turn, target_text),
         (drafter_text, target_text, target_turn),
     ):
-        image = (same or other)[:1]
-        pairs += [(d, image[0]) for d in ids if image]
-    return pairs
+        if images:
+            same += [(d, images[0]) for d in ids]
+        elif substitutes:
+            other += [(d, substitutes[0]) for d in ids]
+    return same + other
 
 
 @dataclass(frozen=True)

@@ -21,27 +21,41 @@ LONGEST = 16  # longer pieces share the last bar
 
 
 def map_plots(pair: PairArtifact, target: Vocabulary, drafter: Vocabulary) -> dict[str, Figure]:
-    """The plots of a built map by file name."""
-    return {
-        "plots/piece_length.png": _piece_lengths(pair, target, drafter),
-        "plots/intersection.png": _intersection(pair, target, drafter),
-        "plots/coverage.png": _coverage(pair, target, drafter),
-    }
+    """The plots of a built map by file name.
+
+    ``overview.png`` holds all of them and lies at the top, because the UI's compare page puts only top-level
+    files of several runs side by side.
+    """
+    panels = {"intersection": _intersection, "coverage": _coverage, "piece_length": _piece_lengths}
+    overview, grid = _figure(pair, rows=len(panels))
+    plots = {"overview.png": overview}
+    for axes, (name, draw) in zip(grid, panels.items(), strict=True):
+        draw(axes, pair, target, drafter)
+        plots[f"plots/{name}.png"], (single,) = _figure(pair)
+        draw(single, pair, target, drafter)
+    return plots
 
 
-def _figure(pair: PairArtifact, title: str) -> tuple[Figure, Axes]:
+def _figure(pair: PairArtifact, rows: int = 1) -> tuple[Figure, list[Axes]]:
     from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    figure = Figure(figsize=(8, 4.8), layout="constrained")
-    axes = figure.add_subplot()
-    axes.set_title(title, fontsize=12)
-    axes.spines[["top", "right"]].set_visible(False)
+    figure = Figure(figsize=(8, 4.8 * rows), layout=ConstrainedLayoutEngine(h_pad=0.15 if rows > 1 else 0.05))
+    grid = [figure.add_subplot(rows, 1, row + 1) for row in range(rows)]
+    for axes in grid:
+        axes.spines[["top", "right"]].set_visible(False)
     figure.supxlabel(
-        f"target {pair.target.name}   drafter {pair.drafter.name}   pair {pair.key}",
+        f"target {_short(pair.target.name)}   drafter {_short(pair.drafter.name)}   pair {pair.key}",
         fontsize=8,
         color="#555555",
+        parse_math=False,
     )
-    return figure, axes
+    return figure, grid
+
+
+def _short(name: str, length: int = 32) -> str:
+    """The end of a long name, which is what tells paths and hub ids apart."""
+    return name if len(name) <= length else f"…{name[1 - length :]}"
 
 
 def _lengths(vocabulary: Vocabulary) -> np.ndarray:
@@ -50,8 +64,8 @@ def _lengths(vocabulary: Vocabulary) -> np.ndarray:
     return lengths.clip(max=LONGEST)
 
 
-def _piece_lengths(pair: PairArtifact, target: Vocabulary, drafter: Vocabulary) -> Figure:
-    figure, axes = _figure(pair, "Token lengths")
+def _piece_lengths(axes: Axes, pair: PairArtifact, target: Vocabulary, drafter: Vocabulary) -> None:
+    axes.set_title("Token lengths", fontsize=12)
     width = 0.42
     for offset, colour, label, vocabulary in (
         (-width / 2, BLUE, f"target ({pair.target.text_tokens:,} text tokens)", target),
@@ -63,7 +77,6 @@ def _piece_lengths(pair: PairArtifact, target: Vocabulary, drafter: Vocabulary) 
     _length_axis(axes)
     axes.set_ylabel("share of text tokens (%)")
     axes.legend(frameon=False)
-    return figure
 
 
 def _length_axis(axes: Axes) -> None:
@@ -71,32 +84,38 @@ def _length_axis(axes: Axes) -> None:
     axes.set_xlabel("token length (bytes)")
 
 
-def _intersection(pair: PairArtifact, target: Vocabulary, drafter: Vocabulary) -> Figure:
-    figure, axes = _figure(pair, "Text tokens shared byte for byte")
+def _intersection(axes: Axes, pair: PairArtifact, target: Vocabulary, drafter: Vocabulary) -> None:
+    axes.set_title("Text tokens shared byte for byte", fontsize=12)
     shared = int(pair.figures["map"]["intersection_count"])
     bars = (
-        (f"target\n{pair.target.name}", len(target.ids_by_bytes)),
-        (f"drafter\n{pair.drafter.name}", len(drafter.ids_by_bytes)),
+        (f"target\n{_short(pair.target.name, 22)}", len(target.ids_by_bytes)),
+        (f"drafter\n{_short(pair.drafter.name, 22)}", len(drafter.ids_by_bytes)),
     )
-    for row, (label, total) in enumerate(bars):
+    widest = max(total for _, total in bars)
+    for row, (_, total) in enumerate(bars):
         axes.barh(row, shared, color=BLUE, label="in both" if row == 0 else None)
         axes.barh(row, total - shared, left=shared, color=GREY, label="only here" if row == 0 else None)
         axes.text(
-            total * 1.01, row, f"{shared:,} of {total:,}\n({100 * shared / max(1, total):.1f} %)", va="center"
+            total + 0.01 * widest,
+            row,
+            f"{shared:,} of {total:,}\n({100 * shared / max(1, total):.1f} %)",
+            va="center",
         )
-        axes.text(
-            -0.01, row, label, va="center", ha="right", transform=axes.get_yaxis_transform(), fontsize=9
-        )
-    axes.set_yticks([])
-    axes.set_xlim(0, max(total for _, total in bars) * 1.25)
+    axes.set_yticks(range(len(bars)), [label for label, _ in bars], fontsize=9, parse_math=False)
+    axes.tick_params(left=False)
+    axes.invert_yaxis()
+    axes.set_xlim(0, max(1, widest) * 1.3)
     axes.set_xlabel("distinct byte strings")
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-    axes.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=2)
-    return figure
+    _legend_below(axes)
 
 
-def _coverage(pair: PairArtifact, target: Vocabulary, drafter: Vocabulary) -> Figure:
-    figure, axes = _figure(pair, "Share of tokens in the intersection, by length")
+def _legend_below(axes: Axes) -> None:
+    axes.legend(frameon=False, fontsize=9, loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=2)
+
+
+def _coverage(axes: Axes, pair: PairArtifact, target: Vocabulary, drafter: Vocabulary) -> None:
+    axes.set_title("Share of tokens in the intersection, by length", fontsize=12)
     positions = np.arange(1, LONGEST + 1)
     for colour, label, vocabulary, mapped in (
         (BLUE, "target", target, pair.map.t2d >= 0),
@@ -120,5 +139,4 @@ def _coverage(pair: PairArtifact, target: Vocabulary, drafter: Vocabulary) -> Fi
     _length_axis(axes)
     axes.set_ylim(0, 105)
     axes.set_ylabel("share in the intersection (%)")
-    axes.legend(frameon=False, fontsize=9)
-    return figure
+    _legend_below(axes)

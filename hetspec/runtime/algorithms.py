@@ -144,7 +144,9 @@ class SLEM:
     def _first(self, context: DrafterContext, behind: list[int]) -> int:
         """The first drafted token; −1 if it went into the place of the last committed one."""
         d = context.replaceable()
-        longer = self.longer.of(self.drafter.pieces[d]) if d >= 0 and self.target.pieces[behind[-1]] else None
+        longer = (
+            self.longer.of(self.drafter.pieces[d]) if d >= 0 and self.target.bytes_of(behind[-1]) else None
+        )
         if longer is None or not len(longer):
             return int(laws.argmax(context.next_logits(), "the drafter"))
         before, after = context.last_logits(2)

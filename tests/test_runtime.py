@@ -1,0 +1,393 @@
+"""The runtime on small random models of real architectures, in float64: equality with transformers' own decoding."""
+
+from __future__ import annotations
+
+import dis  # two modules of the standard library serve as text
+import inspect
+import textwrap
+
+import pytest
+import torch
+
+import hetspec
+from hetspec.artifact import PairArtifact, TokenizerIdentity
+from hetspec.errors import GenerationError, IncompatiblePair, InvalidInput, StaleArtifact, UnsupportedModel
+from hetspec.prep.intersect import build_map
+from hetspec.runtime.generate import Engine
+from hetspec.segment import Segmenter
+from hetspec.vocab import Vocabulary
+from tests.toys import tiny_model, trained_bpe
+
+CODE, PROSE = inspect.getsource(dis), inspect.getsource(textwrap)
+PROMPTS = [
+    "def f(x):\n    return x",
+    "The quick brown fox",
+    "x",
+    "    \n\n\t",
+    "naïve café 🤗 你好",
+    "مرحبا x = [1, 2, 3]\r\n",
+    " " * 20 + "for i in range(10):\n",
+    "import os, sys\nclass A:\n    pass\n",
+]
+
+
+class TinyPair:
+    """A heterogeneous pair of trained tokenizers with random models."""
+
+    def __init__(self, target_kind="llama", drafter_kind="llama", eos=0, **model_options):
+        self.target_tokenizer = trained_bpe([CODE, PROSE], 420)
+        self.drafter_tokenizer = trained_bpe([PROSE[: len(PROSE) // 3]], 330)
+        self.target = tiny_model(target_kind, 432, seed=1, eos=eos, **model_options)
+        self.drafter = tiny_model(drafter_kind, 336, seed=2, **model_options)
+        t = Vocabulary.from_tokenizer(self.target_tokenizer, name="t", rows=432, eos_ids=(0,))
+        d = Vocabulary.from_tokenizer(self.drafter_tokenizer, name="d", rows=336, eos_ids=(0,))
+        self.pair = PairArtifact(
+            target=TokenizerIdentity.of(t),
+            drafter=TokenizerIdentity.of(d),
+            map=build_map(t, d, Segmenter(self.target_tokenizer, t)),
+        )
+
+    def engine(self, drafter=None):
+        return Engine(
+            self.target,
+            drafter if drafter is not None else self.drafter,
+            self.pair,
+            target_tokenizer=self.target_tokenizer,
+            drafter_tokenizer=self.drafter_tokenizer,
+        )
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    return TinyPair()
+
+
+@pytest.fixture(scope="module")
+def engine(tiny):
+    return tiny.engine()
+
+
+def plain(model, prompt_ids, n):
+    """transformers' own greedy decoding."""
+    ids = torch.tensor([prompt_ids])
+    out = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=n, do_sample=False, pad_token_id=0
+    )
+    return out[0, len(prompt_ids) :].tolist()
+
+
+@pytest.mark.parametrize(
+    "kinds", [("llama", "gpt2"), ("gpt2", "llama"), ("gemma3", "mistral"), ("mistral", "gemma3")]
+)
+def test_greedy_equals_transformers(kinds):
+    """Rotary and learned positions, sliding windows of 8 on either side, every draft length."""
+    pair = TinyPair(*kinds)
+    engine = pair.engine()
+    for prompt in PROMPTS:
+        ids = pair.target_tokenizer.encode(prompt).ids
+        expected = plain(pair.target, ids, 40)
+        for algorithm, k in [
+            ("none", 0),
+            ("slem", 1),
+            ("slem", 4),
+            ("slem", 8),
+            ("tli", 1),
+            ("tli", 4),
+            ("tli", 8),
+        ]:
+            out = engine.generate(prompt, algorithm=algorithm, num_draft_tokens=k, max_new_tokens=40)
+            assert out.new_ids == expected, (prompt, algorithm, k)
+
+
+def test_auto_length_changes_nothing_but_speed(engine, tiny):
+    ids = tiny.target_tokenizer.encode(PROMPTS[0]).ids
+    for algorithm in ("slem", "tli", "auto"):
+        assert engine.generate(PROMPTS[0], algorithm=algorithm, max_new_tokens=30).new_ids == plain(
+            tiny.target, ids, 30
+        )
+
+
+def self_pair(tiny):
+    """The target as its own drafter, tokenizer and all."""
+    t = Vocabulary.from_tokenizer(tiny.target_tokenizer, name="t", rows=432, eos_ids=(0,))
+    identity = TokenizerIdentity.of(t)
+    pair = PairArtifact(identity, identity, build_map(t, t, Segmenter(tiny.target_tokenizer, t)))
+    return Engine(
+        tiny.target,
+        tiny.target,
+        pair,
+        target_tokenizer=tiny.target_tokenizer,
+        drafter_tokenizer=tiny.target_tokenizer,
+    )
+
+
+def test_the_target_as_its_own_drafter_accepts_everything(tiny):
+    out = self_pair(tiny).generate(
+        "def f(x):", algorithm="tli", num_draft_tokens=4, max_new_tokens=20, eos_token_id=[]
+    )
+    assert out.stats.accepted == out.stats.proposed == 16
+    assert out.stats.steps == 4
+    assert out.stats.tokens_per_target_pass == 5.0
+    assert out.stats.acceptance_by_position == [1.0] * 4
+
+
+def test_cached_logits_equal_a_fresh_forward(tiny, engine):
+    """After every step, rejections included, the next logits are those of the whole sequence read afresh."""
+    decoder = engine.decoder(PROMPTS[4], algorithm="slem", num_draft_tokens=5, max_new_tokens=40)
+    while not decoder.done:
+        decoder.step()
+        cached = decoder.target.length
+        assert cached == len(decoder.ids) - 1
+        fed = decoder.ids[cached:]
+        logits = decoder.target.forward(fed, keep=1)[0]
+        decoder.target.crop(cached)
+        fresh = tiny.target(torch.tensor([decoder.ids])).logits[0, -1]
+        assert torch.allclose(logits, fresh, atol=1e-9)
+        context = decoder.context
+        if not decoder.done:
+            drafted = context.next_logits()
+            fresh = tiny.drafter(torch.tensor([context.ids])).logits[0, -1]
+            assert torch.allclose(drafted, fresh, atol=1e-9)
+
+
+def test_drafter_context_spells_the_committed_text(engine):
+    for prompt in PROMPTS:
+        for algorithm in ("slem", "tli"):
+            decoder = engine.decoder(prompt, algorithm=algorithm, num_draft_tokens=3, max_new_tokens=60)
+            while not decoder.done:
+                decoder.step()
+                context = decoder.context
+                committed = context.ids[: context._committed]
+                if not decoder.done:
+                    assert context.segmenter.vocabulary.spell(committed) == bytes(context.text)
+                    assert bytes(context.text) == engine.target.vocabulary.spell(decoder.ids)
+                    assert context.ends[-1] == len(context.text)
+
+
+def test_drafter_reads_only_new_tokens(engine):
+    """What it reads over a whole run: its prompt once, then a few tokens a step, however long the context is."""
+    prompt = CODE[:700]
+    for algorithm in ("slem", "tli"):
+        decoder = engine.decoder(prompt, algorithm=algorithm, num_draft_tokens=4, max_new_tokens=50)
+        start = len(decoder.context.ids)
+        while not decoder.done:
+            decoder.step()
+        stats = decoder.stats
+        assert stats.drafter_tokens <= start + stats.drafter_forwards + 10 * stats.steps
+        assert stats.drafter_tokens < 3 * start
+
+
+def test_eos_inside_an_accepted_run_ends_the_generation(tiny):
+    """Any token may be declared EOS; the output is cut at its first occurrence."""
+    engine = self_pair(tiny)
+    free = engine.generate("class A:", algorithm="none", max_new_tokens=30, eos_token_id=[]).new_ids
+    for stop in (free[3], free[7]):
+        expected = free[: free.index(stop) + 1]
+        for algorithm in ("none", "slem", "tli"):
+            out = engine.generate(
+                "class A:",
+                algorithm=algorithm,
+                num_draft_tokens=8,
+                max_new_tokens=30,
+                eos_token_id=[stop, 431],
+            )
+            assert out.new_ids == expected
+            assert out.stats.stop_reason == "eos"
+
+
+@pytest.mark.parametrize("n", [1, 2, 6, 7])
+def test_exactly_max_new_tokens(engine, n):
+    for algorithm in ("none", "slem", "tli"):
+        out = engine.generate(
+            "x = 1", algorithm=algorithm, num_draft_tokens=5, max_new_tokens=n, eos_token_id=[]
+        )
+        assert len(out.new_ids) == n
+        assert out.stats.new_tokens == n
+
+
+def test_a_seed_repeats_and_the_global_state_is_untouched(engine, tiny):
+    before = torch.random.get_rng_state()
+    config = tiny.target.generation_config.to_dict()
+    runs = [
+        engine.generate("x", algorithm="tli", do_sample=True, seed=seed, max_new_tokens=20).new_ids
+        for seed in (5, 5, 6)
+    ]
+    assert runs[0] == runs[1] != runs[2]
+    assert torch.equal(before, torch.random.get_rng_state())
+    assert config == tiny.target.generation_config.to_dict()
+    assert not any(p.requires_grad and p.grad is not None for p in tiny.target.parameters())
+
+
+def test_stream_yields_the_same_text(engine):
+    out = engine.generate(PROMPTS[4], algorithm="slem", max_new_tokens=40)
+    chunks = list(engine.stream(PROMPTS[4], algorithm="slem", max_new_tokens=40))
+    assert "".join(chunk.text for chunk in chunks) == out.text
+    assert [i for chunk in chunks for i in chunk.ids] == out.new_ids
+
+
+def test_streamer_gets_prompt_and_tokens(engine):
+    class Recorder:
+        def __init__(self):
+            self.seen, self.ended = [], False
+
+        def put(self, value):
+            self.seen += value.flatten().tolist()
+
+        def end(self):
+            self.ended = True
+
+    streamer = Recorder()
+    out = engine.generate("x = 1", algorithm="tli", max_new_tokens=9, streamer=streamer)
+    assert streamer.seen == out.sequences[0].tolist()
+    assert streamer.ended
+
+
+def test_function_api_and_prompt_forms(tiny):
+    ids = tiny.target_tokenizer.encode("x = 1").ids
+    kwargs = {
+        "drafter": tiny.drafter,
+        "pair": tiny.pair,
+        "target_tokenizer": tiny.target_tokenizer,
+        "drafter_tokenizer": tiny.drafter_tokenizer,
+        "max_new_tokens": 8,
+    }
+    forms = ["x = 1", ids, torch.tensor(ids), torch.tensor([ids]), {"input_ids": torch.tensor([ids])}]
+    results = {tuple(hetspec.generate(tiny.target, form, **kwargs).new_ids) for form in forms}
+    assert len(results) == 1
+
+
+# -- a drafter that cannot keep up -------------------------------------------------------------------------------
+
+
+def test_a_drafter_with_a_short_window_reads_a_tail():
+    pair = TinyPair()
+    short = tiny_model("gpt2", 336, seed=3, positions=48)
+    ids = pair.target_tokenizer.encode(CODE[:400]).ids
+    expected = plain(pair.target, ids, 60)
+    for algorithm in ("slem", "tli"):
+        out = pair.engine(short).generate(ids, algorithm=algorithm, num_draft_tokens=4, max_new_tokens=60)
+        assert out.new_ids == expected
+        assert out.stats.proposed > 0
+
+
+def test_disjoint_vocabularies_decode_plainly_or_are_refused(tiny):
+    target = trained_bpe(["aaaa"], 258)
+    vocabulary = Vocabulary.from_tokenizer(target, name="t", rows=432)
+    none = build_map(vocabulary, vocabulary, Segmenter(target, vocabulary))
+    for name in ("d2t", "t2d"):
+        getattr(none, name)[:] = -1
+    identity = TokenizerIdentity.of(vocabulary)
+    engine = Engine(
+        tiny.target,
+        tiny.target,
+        PairArtifact(identity, identity, none),
+        target_tokenizer=target,
+        drafter_tokenizer=target,
+    )
+    with pytest.raises(IncompatiblePair, match="share no token"):
+        engine.generate("x", algorithm="tli", max_new_tokens=4)
+    assert len(engine.generate("x", algorithm="slem", max_new_tokens=4, eos_token_id=[]).new_ids) == 4
+
+
+# -- refusals ------------------------------------------------------------------------------------------------------
+
+
+def test_a_tokenizer_that_gained_a_token_is_refused(tiny):
+    tokenizer = trained_bpe([CODE, PROSE], 420)
+    engine = Engine(
+        tiny.target,
+        tiny.drafter,
+        tiny.pair,
+        target_tokenizer=tokenizer,
+        drafter_tokenizer=tiny.drafter_tokenizer,
+    )
+    engine.generate("x", max_new_tokens=2)
+    tokenizer.add_tokens(["zzz"])
+    with pytest.raises(StaleArtifact, match="hetspec-prep build-map"):
+        engine.generate("x", max_new_tokens=2)
+
+
+def test_swapped_sides_are_refused(tiny):
+    with pytest.raises((StaleArtifact, IncompatiblePair)):
+        Engine(
+            tiny.target,
+            tiny.drafter,
+            tiny.pair,
+            target_tokenizer=tiny.drafter_tokenizer,
+            drafter_tokenizer=tiny.target_tokenizer,
+        )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_beams": 4}, "num_beams"),
+        ({"repetition_penalty": 1.3}, "repetition_penalty"),
+        ({"no_repeat_ngram_size": 2}, "no_repeat_ngram_size"),
+        ({"num_return_sequences": 2}, "num_return_sequences"),
+        ({"stop_strings": ["x"]}, "stop_strings"),
+        ({"output_scores": True}, "output_scores"),
+        ({"misspelt": 1}, "misspelt"),
+        ({"algorithm": "magic"}, "magic"),
+        ({"num_draft_tokens": -1}, "num_draft_tokens"),
+        ({"num_draft_tokens": "five"}, "num_draft_tokens"),
+        ({"max_new_tokens": 0}, "max_new_tokens"),
+        ({"do_sample": True, "temperature": 0.0}, "temperature"),
+        ({"do_sample": True, "top_p": 0.0}, "top_p"),
+        ({"do_sample": True, "min_p": 2.0}, "min_p"),
+    ],
+)
+def test_options_that_are_not_honoured_are_refused_by_name(engine, options, message):
+    with pytest.raises(InvalidInput, match=message):
+        engine.generate("x", **options)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ("", "empty"),
+        ([], "empty"),
+        ([[1, 2], [3, 4]], "one prompt at a time"),
+        ([5000], "outside"),
+        ([1] * 512, "context"),
+        ({"input_ids": torch.tensor([[1, 2]]), "attention_mask": torch.tensor([[0, 1]])}, "padded"),
+        ([{"role": "user", "content": "x"}], "chat template"),
+        (3.5, "float"),
+    ],
+    ids=["text", "ids", "batch", "range", "long", "padding", "chat", "type"],
+)
+def test_prompts_that_cannot_be_used(engine, prompt, message):
+    with pytest.raises(InvalidInput, match=message):
+        engine.generate(prompt, max_new_tokens=4)
+
+
+def test_generation_stops_at_the_end_of_the_context(engine):
+    out = engine.generate([7] * 505, algorithm="slem", num_draft_tokens=5, max_new_tokens=50, eos_token_id=[])
+    assert out.stats.stop_reason == "context"
+    assert len(out.sequences[0]) == 512
+
+
+@pytest.mark.parametrize("side", ["target", "drafter"])
+@pytest.mark.parametrize("algorithm", ["slem", "tli"])
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_nan_logits_are_one_clear_error(side, algorithm, do_sample):
+    pair = TinyPair()
+    getattr(pair, side).get_output_embeddings().weight.data[5] = torch.nan
+    with pytest.raises(GenerationError, match=f"the logits of the {side} are not finite"):
+        pair.engine().generate(
+            "x = 1", algorithm=algorithm, num_draft_tokens=3, max_new_tokens=5, do_sample=do_sample
+        )
+
+
+def test_encoder_decoder_and_recurrent_models_are_refused(tiny):
+    import transformers
+
+    t5 = transformers.T5ForConditionalGeneration(
+        transformers.T5Config(vocab_size=432, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2)
+    )
+    mamba = transformers.MambaForCausalLM(
+        transformers.MambaConfig(vocab_size=432, hidden_size=16, num_hidden_layers=1, state_size=4)
+    )
+    for model, message in ((t5, "encoder-decoder"), (mamba, "cannot be cropped")):
+        with pytest.raises(UnsupportedModel, match=message):
+            Engine(model, None, None, target_tokenizer=tiny.target_tokenizer)
