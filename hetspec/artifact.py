@@ -7,7 +7,6 @@ Knows nothing about models, MLflow or how the parts were computed.
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
@@ -195,6 +194,14 @@ class Kernel:
             if mu.dtype != np.float32 or mu.ndim != 1 or not np.isfinite(mu).all() or (mu < 0).any():
                 raise InvalidArtifact(f"{where}: mu must be float32, finite and ≥ 0.", REBUILD)
 
+    def weight_of(self, columns: np.ndarray) -> np.ndarray:
+        """`K(d, columns[d])` for every drafter id d, float64[V_d]; 0 where there is no such entry."""
+        found = np.zeros(len(self.indptr) - 1)
+        rows = np.repeat(np.arange(len(found)), np.diff(self.indptr))
+        hit = self.indices == columns[rows]
+        found[rows[hit]] = self.weights[hit]
+        return found
+
 
 KERNEL_PRIORS = ("cosegment", "covariance", "embedding", "mean")
 
@@ -266,7 +273,7 @@ class PairArtifact:
         except OSError as error:
             if temporary is not None:
                 shutil.rmtree(temporary, ignore_errors=True)
-            if error.errno in (errno.ENOTEMPTY, errno.EEXIST):  # another writer was first
+            if final.exists():  # another writer was first
                 raise _taken(final) from None
             raise HetspecError(
                 f"cannot write the pair artifact to {final}: {error.strerror or error}.",
@@ -287,7 +294,7 @@ class PairArtifact:
             InvalidArtifact: anything about it is not as it was saved.
         """
         folder = Path(directory)
-        if not folder.is_dir():
+        if not os.path.isdir(folder):  # noqa: PTH112 (Path.is_dir raises for names that are too long)
             raise ArtifactNotFound(
                 f"{folder} is not a directory.", "Build it: hetspec-prep build-map TARGET DRAFTER."
             )

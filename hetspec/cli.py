@@ -296,13 +296,12 @@ def ui(
     tracking_uri: Uri = "",
 ) -> None:
     """Start the MLflow UI on the store that hetspec uses."""
-    from hetspec.tracking import Store, ui_command
+    from hetspec.tracking import Store, ui_command, ui_link
 
     store = Store(tracking_uri or None)
-    print(
-        f"MLflow UI on http://127.0.0.1:{port} for {store.uri} (Ctrl-C ends it)", file=sys.stderr, flush=True
-    )
-    os.environ.setdefault("MLFLOW_SERVER_ENABLE_JOB_EXECUTION", "false")  # eight more processes, for other users
+    print(f"MLflow UI on {store.uri} (Ctrl-C ends it)\n{ui_link(store, port)}", file=sys.stderr, flush=True)
+    # The UI's server for prompts and judges: eight processes more.
+    os.environ.setdefault("MLFLOW_SERVER_ENABLE_JOB_EXECUTION", "false")
     command = ui_command(store.uri, port)
     os.execv(command[0], command)  # noqa: S606 - our own interpreter, fixed arguments
 
@@ -502,7 +501,7 @@ def _load(reference: list[str], uri: str) -> tuple[Any, Path, str]:
     """A pair by what the user typed: (artifact, directory, run id or "")."""
     from hetspec.artifact import PairArtifact
 
-    if len(reference) == 1 and Path(reference[0]).is_dir():  # needs no MLflow
+    if len(reference) == 1 and reference[0] and Path(reference[0]).is_dir():  # needs no MLflow
         folder = Path(reference[0])
         return PairArtifact.from_pretrained(folder), folder.absolute(), ""
     if len(reference) > 2:

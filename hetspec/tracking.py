@@ -6,14 +6,17 @@ The only module that imports mlflow. Runs that are not wholly written never carr
 
 from __future__ import annotations
 
+import colorsys
 import getpass
+import hashlib
 import logging
 import os
 import re
+import sqlite3
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -60,7 +63,8 @@ TAG_TARGET, TAG_DRAFTER, TAG_PARTS = "hetspec.target", "hetspec.drafter", "hetsp
 
 def default_uri() -> str:
     """``MLFLOW_TRACKING_URI``, else an SQLite store under ``artifacts/`` of the working directory."""
-    return os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{Path.cwd() / 'artifacts' / 'mlflow.db'}"
+    here = str(Path.cwd() / "artifacts" / "mlflow.db").replace("%", "%25").replace("?", "%3F")
+    return os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{here}"
 
 
 @dataclass(frozen=True)
@@ -156,6 +160,7 @@ class Store:
                     tags=_tags(
                         {
                             TAG_KEY: pair.key,
+                            "mlflow.runColor": _colour(pair.key),
                             TAG_STAGE: stage,
                             TAG_TARGET: pair.target.name,
                             TAG_DRAFTER: pair.drafter.name,
@@ -277,7 +282,7 @@ def find_pair(
     Raises:
         ArtifactNotFound: nothing under that name.
     """
-    if drafter is None and Path(reference).is_dir():
+    if drafter is None and reference and Path(reference).is_dir():
         return Path(reference)
     if drafter is None and (match := re.fullmatch(r"(?:runs:/)?([0-9a-f]{32})(?:/pair)?/?", reference)):
         return Store(uri).pair_run(match.group(1))
@@ -370,10 +375,13 @@ def _open(uri: str) -> MlflowClient:
         if database is not None:
             database.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{database}.lock") if database else nullcontext(), _hushed("mlflow", "alembic"):
+            if database is not None:  # MLflow would try again for two minutes
+                with closing(sqlite3.connect(database)) as probe:
+                    probe.execute("PRAGMA schema_version")
             client = MlflowClient(tracking_uri=uri)
             client.search_experiments(max_results=1)
         return client
-    except (MlflowException, SQLAlchemyError, OSError) as error:
+    except (MlflowException, SQLAlchemyError, sqlite3.Error, OSError) as error:
         raise HetspecError(
             f"the MLflow store {uri} cannot be opened: {str(error).splitlines()[0]}.",
             "Check --tracking-uri or MLFLOW_TRACKING_URI, and that the folder is writable.",
@@ -398,7 +406,9 @@ def _hushed(*names: str) -> Iterator[None]:
 
 
 def _sqlite_path(uri: str) -> Path | None:
-    return Path(uri.removeprefix("sqlite:///")).absolute() if uri.startswith("sqlite:///") else None
+    if not uri.startswith("sqlite:///"):
+        return None
+    return Path(unquote(uri.removeprefix("sqlite:///").partition("?")[0])).absolute()
 
 
 def _identity_params(pair: PairArtifact) -> dict[str, Any]:
@@ -411,6 +421,12 @@ def _identity_params(pair: PairArtifact) -> dict[str, Any]:
         "drafter_style": pair.drafter.style,
         "hetspec_version": __version__,
     }
+
+
+def _colour(key: str) -> str:
+    """A colour of the pair's own for the UI's charts, which by default gives many runs the same one."""
+    hue = int.from_bytes(hashlib.sha256(key.encode()).digest()[:2], "big") / 65536
+    return "#" + "".join(f"{round(255 * part):02x}" for part in colorsys.hls_to_rgb(hue, 0.42, 0.55))
 
 
 def _metrics(values: Mapping[str, float]) -> list[Any]:
@@ -433,6 +449,13 @@ def _tags(values: Mapping[str, str]) -> list[Any]:
     from mlflow.entities import RunTag
 
     return [RunTag(name, value) for name, value in values.items()]
+
+
+def ui_link(store: Store, port: int) -> str:
+    """Where the UI shows the pairs: the list of runs, in the mode that shows metrics."""
+    return (
+        f"http://127.0.0.1:{port}/#/experiments/{store.experiment(PAIRS)}/runs?workflowType=machine_learning"
+    )
 
 
 def ui_command(uri: str, port: int) -> list[str]:

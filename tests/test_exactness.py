@@ -6,16 +6,30 @@ The target's joint law of n tokens is compared with the law of what `Decoder.ste
 
 from __future__ import annotations
 
+import functools
+
+import numpy as np
 import pytest
 import torch
 
 from hetspec.prep.intersect import build_map
-from hetspec.runtime import algorithms, laws
-from hetspec.runtime.algorithms import SLEM, TLI, Plain, Proposal, Verdict
+from hetspec.runtime import laws, verify
+from hetspec.runtime.algorithms import (
+    SLEM,
+    DraftSettings,
+    Healing,
+    KernelDraft,
+    LookAhead,
+    Plain,
+    TargetKernel,
+)
+from hetspec.runtime.boundaries import FirstTarget, LongerTokens
 from hetspec.runtime.context import DrafterContext
 from hetspec.runtime.decode import Decoder
+from hetspec.runtime.enumerated import EnumeratedSLRS
 from hetspec.runtime.laws import Warping
 from hetspec.runtime.plan import FixedLength
+from hetspec.runtime.verify import Proposal, Verdict
 from tests.toys import TableRow, Toy, compose, enumerate_law, total_variation
 
 K, N = 2, 3  # draft length and tokens compared: n = k + 1, so that the bonus and a second step are seen
@@ -23,11 +37,13 @@ SEEDS = range(6)
 MUTANT_SEEDS = range(3)
 TARGET = Toy([b"a", b"b", b"ab", b"ba"])
 DRAFTER = Toy([b"b", b"a", b"aa", b"ab"])
-PROMPT = [0, 1]
+PROMPT = (0, 1)
 HEAT = Warping(temperature=0.8)
 
 
-def joint(make, seed, warping=HEAT, k=K, n=N, target=TARGET, drafter=DRAFTER, zeros=(), zeros_d=()):
+def joint(
+    make, seed, warping=HEAT, k=K, n=N, target=TARGET, drafter=DRAFTER, zeros=(), zeros_d=(), prompt=PROMPT
+):
     """Law of the first n tokens of the real decoding loop."""
     mapping = build_map(target.vocabulary, drafter.vocabulary, target.segmenter)
     ends = frozenset(target.eos_ids)
@@ -37,11 +53,11 @@ def joint(make, seed, warping=HEAT, k=K, n=N, target=TARGET, drafter=DRAFTER, ze
             context = DrafterContext(
                 TableRow(drafter.vocabulary.rows, f"q{seed}", zeros_d), drafter.segmenter, []
             )
-            context.commit(target.vocabulary.spell([*PROMPT, *committed]))
+            context.commit(target.vocabulary.spell([*prompt, *committed]))
             decoder = Decoder(
                 target=TableRow(target.vocabulary.rows, f"p{seed}", zeros),
                 vocabulary=target.vocabulary,
-                prompt=[*PROMPT, *committed],
+                prompt=[*prompt, *committed],
                 context=context,
                 algorithm=make(mapping, target, drafter, warping, ends),
                 warping=warping,
@@ -57,12 +73,12 @@ def joint(make, seed, warping=HEAT, k=K, n=N, target=TARGET, drafter=DRAFTER, ze
     return compose(step, n, ends)
 
 
-def truth(seed, warping=HEAT, n=N, target=TARGET, zeros=()):
+def truth(seed, warping=HEAT, n=N, target=TARGET, zeros=(), prompt=PROMPT):
     """The target's own joint law."""
     row = TableRow(target.vocabulary.rows, f"p{seed}", zeros)
 
     def step(committed):
-        p = laws.law(row.logits_after([*PROMPT, *committed]), warping)
+        p = laws.law(row.logits_after([*prompt, *committed]), warping)
         return {(t,): float(p[t]) for t in range(len(p)) if p[t] > 0}
 
     return compose(step, n, frozenset(target.eos_ids))
@@ -73,25 +89,89 @@ def plain(mapping, target, drafter, warping, ends):
 
 
 def slem(mapping, target, drafter, warping, ends):
-    return SLEM(mapping, target.vocabulary, drafter.vocabulary, target.segmenter)
+    longer = LongerTokens(drafter.vocabulary, target.segmenter)
+    return SLEM(mapping, target.vocabulary, drafter.vocabulary, target.segmenter, longer)
 
 
-def tli(mapping, target, drafter, warping, ends):
-    return TLI(mapping, warping, Warping(temperature=0.8), ends)
+def settings(mapping, target, drafter, warping, ends):
+    return DraftSettings(
+        mapping=mapping,
+        target=target.vocabulary,
+        drafter=drafter.vocabulary,
+        drafter_segmenter=drafter.segmenter,
+        warping=warping,
+        draft_warping=Warping(temperature=0.8),
+        eos_ids=ends,
+    )
 
 
-ALL = {"none": plain, "slem": slem, "tli": tli}
+def tli(mapping, target, drafter, warping, ends, cls=KernelDraft):
+    kernel = TargetKernel.from_map(mapping.d2t, len(mapping.t2d))
+    return cls("tli", kernel, settings(mapping, target, drafter, warping, ends))
+
+
+def random_kernel(mapping, empty_row=0):
+    """A row-stochastic kernel with one empty row (so that Σπ < 1 before normalising) and with duplicate images."""
+    rows, columns = len(mapping.d2t), len(mapping.t2d)
+    weights = np.random.default_rng(5).dirichlet(np.full(columns, 0.4), size=rows)
+    weights[empty_row] = 0
+    at = np.nonzero(weights > 0.02)
+    return TargetKernel(*at, weights[at], columns)
+
+
+def rdk(mapping, target, drafter, warping, ends, cls=KernelDraft):
+    return cls("rdk", random_kernel(mapping), settings(mapping, target, drafter, warping, ends))
+
+
+def slrs_first(mapping, target, drafter, warping, ends, cls=KernelDraft):
+    kernel = TargetKernel.from_map(mapping.first, len(mapping.t2d))
+    return cls("slrs", kernel, settings(mapping, target, drafter, warping, ends))
+
+
+def slrs(mapping, target, drafter, warping, ends, cls=KernelDraft, look_ahead=LookAhead, healing=Healing):
+    first = FirstTarget(mapping, target.vocabulary, drafter.vocabulary, target.segmenter)
+    longer = LongerTokens(drafter.vocabulary, target.segmenter)
+    return cls(
+        "slrs",
+        random_kernel(mapping, empty_row=1),
+        settings(mapping, target, drafter, warping, ends),
+        look_ahead(first, np.zeros(len(mapping.d2t)), width=2) if look_ahead else None,
+        healing(longer, drafter.vocabulary) if healing else None,
+    )
+
+
+def slrs_no_healing(*args, **kwargs):
+    return slrs(*args, healing=None, **kwargs)
+
+
+def slrs_enumerated(mapping, target, drafter, warping, ends, cls=EnumeratedSLRS):
+    return cls(settings(mapping, target, drafter, warping, ends), target.segmenter, length=2)
+
+
+ALL = {
+    "none": plain,
+    "slem": slem,
+    "tli": tli,
+    "rdk": rdk,
+    "slrs-4a": slrs_enumerated,
+    "slrs-4b": slrs_first,
+    "slrs-4d": slrs_no_healing,
+    "slrs": slrs,
+}
+DRAFTING = [name for name in ALL if name != "none"]
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("name", ALL)
 def test_joint_law_is_the_targets(name, seed):
-    law = joint(ALL[name], seed)
+    # The enumerated form takes V_d times the forwards: one candidate, two tokens.
+    sizes = {"k": 1, "n": 2} if name == "slrs-4a" else {"k": K, "n": N}
+    law = joint(ALL[name], seed, **sizes)
     assert abs(sum(law.values()) - 1) < 1e-12
-    assert total_variation(law, truth(seed)) < 1e-12
+    assert total_variation(law, truth(seed, n=sizes["n"])) < 1e-12
 
 
-@pytest.mark.parametrize("name", ["slem", "tli"])
+@pytest.mark.parametrize("name", ["slem", "tli", "rdk", "slrs"])
 @pytest.mark.parametrize(
     "warping",
     [Warping(0.7, top_k=3), Warping(1.3, top_p=0.8), Warping(1.0, min_p=0.2), Warping(0.9, 4, 0.9, 0.05)],
@@ -106,8 +186,9 @@ CASES = {
     "target law with zeros": {"zeros": (1, 3)},
     "k = 0": {"k": 0},
     "k = 1": {"k": 1},
-    "k = 3": {"k": 3},
+    "k = 3": {"k": 3, "n": 2},
     "padded rows": {
+        "n": 2,
         "target": Toy([b"a", b"b", b"ab", b"ba"], rows=7),
         "drafter": Toy([b"b", b"a", b"aa"], rows=6),
     },
@@ -119,10 +200,11 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("name", ["slem", "tli"])
+@pytest.mark.parametrize("name", ["slem", "tli", "slrs"])
 def test_joint_law_in_corner_cases(name, case):
     arguments = CASES[case]
-    expected = truth(2, target=arguments.get("target", TARGET), zeros=arguments.get("zeros", ()))
+    told = {key: arguments[key] for key in ("target", "zeros", "n") if key in arguments}
+    expected = truth(2, **told)
     assert total_variation(joint(ALL[name], 2, **arguments), expected) < 1e-12
 
 
@@ -136,28 +218,19 @@ def test_identical_models_accept_everything():
 # -- two drafter ids with one target id: masses add ------------------------------------------------------------
 
 
-class Doubled(TLI):
-    """TLI whose drafter has a second id for a shared byte string (as SentencePiece byte tokens give)."""
+def doubled(mapping, target, drafter, warping, ends, cls=KernelDraft):
+    """TLI whose drafter has a second id for a shared byte string (as SentencePiece byte tokens give).
 
-    def __init__(self, mapping, warping, draft_warping, ends, overwrite=False):
-        super().__init__(mapping, warping, draft_warping, ends)
-        # b"aa" (drafter id 2, unmapped) is declared a second spelling of the target's b"a" (id 0).
-        self.shared = torch.cat([self.shared, torch.tensor([2])])
-        self.image = torch.cat([self.image, torch.tensor([0])])
-        self.overwrite = overwrite
-
-    def proposal_law(self, logits):
-        if not self.overwrite:
-            return super().proposal_law(logits)
-        q = laws.law(logits, self.draft_warping)
-        return torch.zeros(self.rows, dtype=q.dtype).index_copy_(0, self.image, q[self.shared])
+    b"aa" (drafter id 2, unmapped) is declared a second spelling of the target's b"a" (id 0).
+    """
+    images = mapping.d2t.copy()
+    images[2] = 0
+    kernel = TargetKernel.from_map(images, len(mapping.t2d))
+    return cls("tli", kernel, settings(mapping, target, drafter, warping, ends))
 
 
 def test_two_drafter_ids_with_one_image():
-    def make(mapping, target, drafter, warping, ends):
-        return Doubled(mapping, warping, Warping(temperature=0.8), ends)
-
-    assert total_variation(joint(make, 3), truth(3)) < 1e-12
+    assert total_variation(joint(doubled, 3), truth(3)) < 1e-12
 
 
 # -- mutants -----------------------------------------------------------------------------------------------------
@@ -204,41 +277,35 @@ def bonus_from_the_drafter(candidates, proposal_laws, logits, warping, rng):
     ids=lambda f: f.__name__,
 )
 def test_verifier_mutants_are_rejected(monkeypatch, mutant, seed):
-    monkeypatch.setattr(algorithms, "_verify_token", mutant)
+    monkeypatch.setattr(verify, "_verify_token", mutant)
     assert total_variation(joint(tli, seed), truth(seed)) > 1e-3
 
 
-class JudgedUnnormalised(TLI):
-    """Drawn from q' = q/q(I), judged by q."""
+class Judged(KernelDraft):
+    """Draws candidates as the product does, and hands other laws to the judge."""
 
     def propose(self, context, behind, n, rng):
-        ids, wrong = [], []
-        for _ in range(n):
-            logits = context.next_logits()
-            q = laws.law(logits, self.draft_warping)
-            naive = torch.zeros(self.rows, dtype=q.dtype).index_add_(0, self.image, q[self.shared])
-            t = rng.categorical(naive / naive.sum())
-            ids.append(t)
-            wrong.append(naive)
-            if t in self.eos_ids:
-                break
-            context.push(int(self.t2d[t]))
-        return Proposal(ids, wrong)
-
-
-class JudgedUntruncated(TLI):
-    """Drawn from the truncated proposal, judged by the law before truncation."""
-
-    def propose(self, context, behind, n, rng):
+        self.seen = []
         proposal = super().propose(context, behind, n, rng)
-        return Proposal(proposal.ids, [self.untruncated(pi) for pi in proposal.laws])
+        return Proposal(proposal.ids, [self.judge(j, pi) for j, pi in enumerate(proposal.laws)])
 
-    @staticmethod
-    def untruncated(pi):
+    def judge(self, j, pi):
+        raise NotImplementedError
+
+
+class JudgedUnnormalised(Judged):
+    """Drawn from q·K normalised, judged by q·K as it is (the leftover mass forgotten)."""
+
+    def judge(self, j, pi):
+        return 0.6 * pi
+
+
+class JudgedUntruncated(Judged):
+    def judge(self, j, pi):
         return 0.7 * pi + 0.3 / len(pi)
 
 
-class CandidateDropped(TLI):
+class CandidateDropped(KernelDraft):
     """Drops an unlikely last candidate after it was drawn."""
 
     def propose(self, context, behind, n, rng):
@@ -248,37 +315,188 @@ class CandidateDropped(TLI):
         return proposal
 
 
-@pytest.mark.parametrize("seed", MUTANT_SEEDS)
-@pytest.mark.parametrize("mutant", [JudgedUnnormalised, JudgedUntruncated, CandidateDropped])
-def test_tli_mutants_are_rejected(mutant, seed):
-    def make(mapping, target, drafter, warping, ends):
-        return mutant(mapping, warping, Warping(temperature=0.8), ends)
+class RedrawnFromTheTarget(KernelDraft):
+    """Where a row of the kernel is empty, a draw from some other law takes the leftover, unjudged."""
 
-    assert total_variation(joint(make, seed), truth(seed)) > 1e-3
+    def propose(self, context, behind, n, rng):
+        q = laws.law(context.next_logits(), self.settings.draft_warping)
+        pi = self.kernel.apply(q)
+        leftover = float(1 - pi.sum())
+        symbol = rng.categorical(torch.tensor([1 - leftover, leftover], dtype=pi.dtype))
+        other = torch.softmax(torch.arange(len(pi), dtype=pi.dtype), 0)
+        t = rng.categorical(other if symbol else pi / pi.sum())
+        judged = pi.clone()
+        judged[t] = judged[t].clamp(min=1e-3)
+        return Proposal([t], [judged])
+
+
+class TokenThenColumn(KernelDraft):
+    """Draws a drafter token, then a column of its row (again, if the row is empty); judged by the normalised product.
+
+    With an empty row the first draw is restricted to the filled rows *after* the warping of q, with another
+    normalisation than the product's.
+    """
+
+    def propose(self, context, behind, n, rng):
+        q = laws.law(context.next_logits(), self.settings.draft_warping)
+        d = rng.categorical(q)
+        dense = torch.zeros(len(q), self.kernel.width, dtype=q.dtype)
+        dense[self.kernel.rows, self.kernel.columns] = self.kernel.weights.to(q.dtype)
+        if float(dense[d].sum()) == 0:
+            d = int(dense.sum(1).argmax())  # a fixed substitute instead of a fresh draw
+        t = rng.categorical(dense[d] / dense[d].sum())
+        pi = q @ dense
+        judged = pi / pi.sum()
+        judged[t] = judged[t].clamp(min=1e-3)
+        return Proposal([t], [judged])
+
+
+@pytest.mark.parametrize("seed", MUTANT_SEEDS)
+@pytest.mark.parametrize(
+    ("make", "mutant"),
+    [
+        (tli, JudgedUnnormalised),
+        (tli, JudgedUntruncated),
+        (tli, CandidateDropped),
+        (rdk, JudgedUnnormalised),
+        (rdk, CandidateDropped),
+        (rdk, RedrawnFromTheTarget),
+        (rdk, TokenThenColumn),
+        (slrs, JudgedUnnormalised),
+    ],
+)
+def test_law_mutants_are_rejected(make, mutant, seed):
+    law = joint(functools.partial(make, cls=mutant), seed)
+    assert total_variation(law, truth(seed)) > 1e-3
+
+
+class Overwriting(KernelDraft):
+    """Masses of two drafter ids with one image: added for the draw, overwritten for the judge."""
+
+    def propose(self, context, behind, n, rng):
+        q = laws.law(context.next_logits(), self.settings.draft_warping)
+        true = self.kernel.apply(q)
+        judged = torch.zeros_like(true).index_copy_(0, self.kernel.columns, q[self.kernel.rows])
+        t = rng.categorical(true / true.sum())
+        return Proposal([t], [judged / judged.sum()])
 
 
 @pytest.mark.parametrize("seed", MUTANT_SEEDS)
 def test_overwriting_masses_is_rejected(seed):
-    class Mutant(Doubled):
-        def propose(self, context, behind, n, rng):
-            # The drafter's token is drawn, then carried over; the judge saw only the last of two masses.
-            ids, wrong = [], []
-            for _ in range(n):
-                q = laws.law(context.next_logits(), self.draft_warping)
-                true = torch.zeros(self.rows, dtype=q.dtype).index_add_(0, self.image, q[self.shared])
-                judged = torch.zeros(self.rows, dtype=q.dtype).index_copy_(0, self.image, q[self.shared])
-                t = rng.categorical(true / true.sum())
-                ids.append(t)
-                wrong.append(judged / judged.sum())
-                if t in self.eos_ids:
-                    break
-                context.push(int(self.t2d[t]))
-            return Proposal(ids, wrong)
+    law = joint(functools.partial(doubled, cls=Overwriting), seed)
+    assert total_variation(law, truth(seed)) > 1e-3
 
-    def make(mapping, target, drafter, warping, ends):
-        return Mutant(mapping, warping, Warping(temperature=0.8), ends)
 
-    assert total_variation(joint(make, seed), truth(seed)) > 1e-3
+class ChosenAfterTheDraw(KernelDraft):
+    """The token to look ahead on is chosen after the candidate: the judge's law knows what was drawn."""
+
+    def propose(self, context, behind, n, rng):
+        q = laws.law(context.next_logits(), self.settings.draft_warping)
+        drawn = self.kernel.apply(q)
+        drawn = drawn / drawn.sum()
+        t = rng.categorical(drawn)
+        ahead = self.look_ahead.read(context, q, self.settings.draft_warping)
+        if ahead is None or t != ahead.image:
+            return Proposal([t], [drawn])
+        judged = ahead.law(q, self.kernel)
+        judged = judged / judged.sum()
+        judged[t] = judged[t].clamp(min=1e-3)
+        return Proposal([t], [judged])
+
+
+class ContinuationReused(KernelDraft):
+    """The continuation drafted for the look-ahead becomes the next candidate, judged by the unconditional law.
+
+    Given that the first candidate was the image of d alone, the continuation is conditioned on not extending it.
+    """
+
+    def propose(self, context, behind, n, rng):
+        s = self.settings
+        q = laws.law(context.next_logits(), s.draft_warping)
+        d = int(q.argmax())
+        if not s.drafter.bytes_of(d) or s.mapping.first[d] < 0:
+            return Proposal()
+        context.push(d)
+        after = laws.law(context.next_logits(), s.draft_warping)
+        e = rng.categorical(after)
+        firsts = self.look_ahead.first.of(d, range(len(after)))
+        psi = torch.zeros(self.kernel.width, dtype=q.dtype).index_add_(0, torch.tensor(firsts), after)
+        t = firsts[e]
+        image = int(s.mapping.d2t[e])
+        if s.target.bytes_of(t) != s.drafter.pieces[d] or image < 0:
+            return Proposal([t], [psi])
+        second = TargetKernel.from_map(s.mapping.d2t, self.kernel.width).apply(after)
+        return Proposal([t, image], [psi, second / second.sum()])
+
+
+@pytest.mark.parametrize("seed", MUTANT_SEEDS)
+@pytest.mark.parametrize("mutant", [ChosenAfterTheDraw, ContinuationReused])
+def test_look_ahead_mutants_are_rejected(mutant, seed):
+    law = joint(functools.partial(slrs_no_healing, cls=mutant), seed)
+    assert total_variation(law, truth(seed)) > 1e-3
+
+
+class SegmentationsOnly(EnumeratedSLRS):
+    """ψ summed over the drafter's segmentations of `t` itself judges the retokenised candidate."""
+
+    def propose(self, context, behind, n, rng):
+        psi = self.psi(context)
+        pi = psi / psi.sum()
+        t = rng.categorical(pi)
+        judged = torch.tensor(
+            [self.segmentations(context, self.settings.target.bytes_of(x)) for x in range(len(pi))]
+        )
+        judged[t] = judged[t].clamp(min=1e-3)
+        return Proposal([t], [judged])
+
+    def segmentations(self, context, text):
+        if not text:
+            return 0.0
+        q = laws.law(context.next_logits(), self.settings.draft_warping)
+        total = 0.0
+        for d, piece in enumerate(self.settings.drafter.pieces):
+            if piece and text.startswith(piece):
+                context.push(d)
+                rest = text[len(piece) :]
+                total += float(q[d]) * (self.segmentations(context, rest) if rest else 1.0)
+                context.pop()
+        return total
+
+
+@pytest.mark.parametrize("seed", MUTANT_SEEDS)
+def test_segmentation_law_mutant_is_rejected(seed):
+    law = joint(functools.partial(slrs_enumerated, cls=SegmentationsOnly), seed)
+    assert total_variation(law, truth(seed)) > 1e-3
+
+
+class HealedAfterTheDraw(KernelDraft):
+    """Drawn from the healed law, judged by the law without healing."""
+
+    def propose(self, context, behind, n, rng):
+        s = self.settings
+        before, logits = self._open(context, behind)
+        q = laws.law(context.next_logits() if logits is None else logits, s.draft_warping)
+        pi = self.kernel.apply(q)
+        pi = pi / pi.sum()
+        drawn = pi if before is None else self.healing.mix(pi, before)
+        drawn = drawn / drawn.sum()
+        t = rng.categorical(drawn)
+        judged = pi.clone()
+        judged[t] = judged[t].clamp(min=1e-3)
+        return Proposal([t], [judged])
+
+
+@pytest.mark.parametrize("seed", MUTANT_SEEDS)
+def test_healing_mutant_is_rejected(seed):
+    # The prompt ends in b"a", which the drafter would rather have written as b"aa" or b"ab".
+    law = joint(functools.partial(slrs, cls=HealedAfterTheDraw, look_ahead=None), seed, prompt=(1, 0))
+    assert total_variation(law, truth(seed, prompt=(1, 0))) > 1e-3
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_healing_is_exact_where_it_acts(seed):
+    law = joint(slrs, seed, prompt=(1, 0))
+    assert total_variation(law, truth(seed, prompt=(1, 0))) < 1e-12
 
 
 @pytest.mark.parametrize("seed", MUTANT_SEEDS)
@@ -292,7 +510,7 @@ def test_slem_mutant_is_rejected(monkeypatch, seed):
             ids.append(x)
         return Verdict(ids, len(ids) - 1)
 
-    monkeypatch.setattr(algorithms, "_verify_exact_match", emits_the_candidate)
+    monkeypatch.setattr(verify, "_verify_exact_match", emits_the_candidate)
     assert total_variation(joint(slem, seed), truth(seed)) > 1e-3
 
 
@@ -310,5 +528,5 @@ def test_a_masked_target_is_rejected(monkeypatch, seed):
         return p
 
     expected = truth(seed)
-    monkeypatch.setattr(algorithms.laws, "law", masked)
+    monkeypatch.setattr(laws, "law", masked)
     assert total_variation(joint(tli, seed), expected) > 1e-3

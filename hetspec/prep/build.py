@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -83,10 +83,20 @@ def build_pair(
 
 
 def corpus(texts: Sequence[str], limit: int = CORPUS_BYTES) -> list[str]:
-    """An even sample of texts with about `limit` bytes in all."""
-    total = sum(map(len, texts))
+    """An even sample of texts with about `limit` characters in all; texts longer than that are cut up first."""
+    parts = [part for text in texts for part in _blocks(text, limit if len(text) <= limit else limit // 64)]
+    total = sum(map(len, parts))
     stride = max(1, total // limit)
-    return list(texts[::stride])
+    return parts[::stride]
+
+
+def _blocks(text: str, size: int) -> Iterator[str]:
+    """A text in blocks of about `size` characters, cut at line ends where there are any."""
+    start, size = 0, max(1, size)
+    while start < len(text):
+        end = text.find("\n", start + size - 1, start + 2 * size) + 1 or start + size
+        yield text[start:end]
+        start = end
 
 
 def most_frequent_unmapped(

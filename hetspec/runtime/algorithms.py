@@ -1,61 +1,32 @@
-"""The algorithms side by side: how candidates are proposed, and how proposals are verified.
+"""The algorithms side by side: how candidates are proposed.
 
 Every algorithm proposes candidate target tokens `t_1..t_n` together with the very laws `π_j` they were
-drawn from (none = a guess, judged by exact match). A verifier then commits tokens so that the output has
-exactly the target's law, whatever the drafter said (ALGORITHMS §1).
+drawn from (none = a guess, judged by exact match); `hetspec.runtime.verify` judges them.
 
 Letters: `p` target, `q` drafter, `pi` proposal over the target's vocabulary; V_t, V_d their rows; n proposed.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from hetspec.artifact import VocabularyMap
+from hetspec.artifact import Kernel, VocabularyMap
 from hetspec.runtime import laws
+from hetspec.runtime.boundaries import FirstTarget, LongerTokens
 from hetspec.runtime.context import DrafterContext
 from hetspec.runtime.laws import Warping
 from hetspec.runtime.rng import Rng
+from hetspec.runtime.verify import Proposal
 from hetspec.segment import Segmenter, unfinished_utf8
 from hetspec.vocab import Vocabulary
 
-ALGORITHMS = ("none", "slem", "tli")
+ALGORITHMS = ("none", "slem", "tli", "slrs", "rdk")
 BEHIND_TOKENS = 8  # committed target tokens that are re-tokenised with a SLEM draft to find its boundary
-
-
-@dataclass(frozen=True)
-class Proposal:
-    """Candidates of one step.
-
-    Attributes:
-        ids: candidate target ids t_1..t_n; may be empty.
-        laws: π_1..π_n, each [V_t], or None where the candidates are guesses (exact match).
-    """
-
-    ids: list[int] = field(default_factory=list)
-    laws: list[Tensor] | None = None
-
-    def __post_init__(self) -> None:
-        if self.laws is not None:
-            assert len(self.laws) == len(self.ids)
-            assert all(float(pi[t]) > 0 for t, pi in zip(self.ids, self.laws, strict=True))
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """What a step commits: `accepted` candidates, then one token of the target's own."""
-
-    ids: list[int]
-    accepted: int
-
-    def __post_init__(self) -> None:
-        assert len(self.ids) == self.accepted + 1
 
 
 class Algorithm(Protocol):
@@ -107,15 +78,21 @@ class SLEM:
         target: the target's vocabulary.
         drafter: the drafter's vocabulary.
         segmenter: of the target's tokenizer.
+        longer: the drafter's tokens by prefix.
     """
 
     name = "slem"
 
     def __init__(
-        self, mapping: VocabularyMap, target: Vocabulary, drafter: Vocabulary, segmenter: Segmenter
+        self,
+        mapping: VocabularyMap,
+        target: Vocabulary,
+        drafter: Vocabulary,
+        segmenter: Segmenter,
+        longer: LongerTokens,
     ) -> None:
         self.mapping, self.target, self.drafter, self.segmenter = mapping, target, drafter, segmenter
-        self.longer = LongerTokens(drafter, segmenter)
+        self.longer = longer
 
     def propose(self, context: DrafterContext, behind: list[int], n: int, rng: Rng) -> Proposal:
         """Drafts `n` drafter tokens and re-tokenises their bytes; see `Algorithm.propose`."""
@@ -152,10 +129,9 @@ class SLEM:
         before, after = context.last_logits(2)
         best, where = before[longer].max(dim=0)
         e = int(longer[where])
-        if best > before[d] and self.longer.target_keeps(
-            behind[-1], self.drafter.pieces[e][len(self.drafter.pieces[d]) :]
-        ):
-            context.replace_last(e)
+        rest = self.drafter.pieces[e][len(self.drafter.pieces[d]) :]
+        if best > before[d] and self.longer.following(behind[-1], rest) >= 0:
+            context.replace(e)
             return -1
         return int(laws.argmax(after, "the drafter"))
 
@@ -171,140 +147,288 @@ class SLEM:
         return self.target.spell(behind[start:])
 
 
-class LongerTokens:
-    """For a drafter token: the drafter tokens that begin with its bytes and are longer.
+# -- TLI, RDK, SLRS: candidates drawn from explicit laws ---------------------------------------------------------
+
+
+class TargetKernel:
+    """A sparse non-negative matrix from drafter ids to target ids on the device, for `q·K` (ALGORITHMS §6).
 
     Args:
-        drafter: the drafter's vocabulary.
-        segmenter: of the target's tokenizer.
+        rows, columns, weights: of the non-zero entries, any order; int64, int64, float.
+        width: V_t.
     """
 
-    def __init__(self, drafter: Vocabulary, segmenter: Segmenter) -> None:
-        self._segmenter = segmenter
-        self._sorted = sorted((piece, d) for d, piece in enumerate(drafter.pieces) if piece)
-        self._ids = torch.tensor([d for _, d in self._sorted])
-        self._kept: dict[tuple[int, bytes], bool] = {}
+    def __init__(self, rows: np.ndarray, columns: np.ndarray, weights: np.ndarray, width: int) -> None:
+        self.rows = torch.from_numpy(rows.astype(np.int64))
+        self.columns = torch.from_numpy(columns.astype(np.int64))
+        self.weights = torch.from_numpy(weights.astype(np.float64))
+        self.width = width
 
-    def of(self, piece: bytes) -> Tensor:
-        """Drafter ids whose bytes begin with `piece` and go on, int64."""
-        start = bisect_left(self._sorted, (piece + b"\0", -1))
-        end = bisect_left(self._sorted, (piece + b"\xff" * 64, -1))
-        return self._ids[start:end]
+    @classmethod
+    def from_map(cls, images: np.ndarray, width: int) -> TargetKernel:
+        """The 0/1 matrix of a partial map (−1: none), as TLI and SLRS-4b use it."""
+        rows = np.flatnonzero(images >= 0)
+        return cls(rows, images[rows], np.ones(len(rows)), width)
 
-    def target_keeps(self, t: int, rest: bytes) -> bool:
-        """Whether the target, reading its token `t` followed by `rest`, begins with `t` all the same."""
-        key = (t, rest)
-        if key not in self._kept:
-            text = self._segmenter.vocabulary.pieces[t] + rest
-            self._kept[key] = self._segmenter.encode(text)[:1] == [t]
-        return self._kept[key]
+    @classmethod
+    def from_kernel(cls, kernel: Kernel, width: int) -> TargetKernel:
+        """A stored kernel."""
+        rows = np.repeat(np.arange(len(kernel.indptr) - 1), np.diff(kernel.indptr))
+        return cls(rows, kernel.indices, kernel.weights, width)
+
+    def apply(self, q: Tensor) -> Tensor:
+        """`q·K`, [V_t] from [V_d]; masses of drafter ids with one image add."""
+        if self.weights.dtype != q.dtype:
+            self.weights = self.weights.to(q.dtype)
+        return torch.zeros(self.width, dtype=q.dtype).index_add_(0, self.columns, q[self.rows] * self.weights)
 
 
-# -- TLI -----------------------------------------------------------------------------------------------------
+@dataclass
+class DraftSettings:
+    """What every law-based algorithm needs to know about its pair and its generation."""
+
+    mapping: VocabularyMap
+    target: Vocabulary
+    drafter: Vocabulary
+    drafter_segmenter: Segmenter
+    warping: Warping
+    draft_warping: Warping
+    eos_ids: frozenset[int]
 
 
-class TLI:
-    """Token-level intersection (Timor et al. 2502.05202, Algorithm 4).
+class KernelDraft:
+    """Candidates drawn from `π = normalise(q·K)` and judged by that very vector.
 
-    `q'(x) = q(x)/q(I)` on the intersection I of the two vocabularies, carried over to target ids with the
-    masses of drafter ids that share a target id added. Candidates are drawn from that vector and judged by it.
+    - TLI (Timor et al. 2502.05202, Algorithm 4): K is the 0/1 intersection map, so `π = q/q(I)` on I.
+    - SLRS-4b (reconstruction): K is the 0/1 map to the first target token of each drafter token's bytes.
+    - RDK (Timor et al. 2506.03206, Algorithm 2 in spirit): K is a stored row-stochastic kernel.
+    - SLRS-4d (reconstruction) adds a `LookAhead`, and a `Healing` of the boundary before each position.
 
-    Args:
-        mapping: the intersection map.
-        warping: the target's; its truncation applies to the proposal too.
-        draft_warping: the drafter's temperature and truncation.
-        eos_ids: target ids that end the generation; drafting stops after one.
+    At temperature 0 the candidate is the mode of `π`.
     """
-
-    name = "tli"
 
     def __init__(
-        self, mapping: VocabularyMap, warping: Warping, draft_warping: Warping, eos_ids: frozenset[int]
+        self,
+        name: str,
+        kernel: TargetKernel,
+        settings: DraftSettings,
+        look_ahead: LookAhead | None = None,
+        healing: Healing | None = None,
     ) -> None:
-        shared = np.flatnonzero(mapping.d2t >= 0)
-        self.shared = torch.from_numpy(shared)  # drafter ids in I, ascending
-        self.image = torch.from_numpy(mapping.d2t[shared].astype(np.int64))  # their target ids
-        self.t2d = mapping.t2d
-        self.rows = len(mapping.t2d)
-        self.warping, self.draft_warping, self.eos_ids = warping, draft_warping, eos_ids
+        self.name, self.kernel, self.settings = name, kernel, settings
+        self.look_ahead, self.healing = look_ahead, healing
+        self._spellings: dict[int, list[int]] = {}
 
     def propose(self, context: DrafterContext, behind: list[int], n: int, rng: Rng) -> Proposal:
         """Drafts `n` candidates; see `Algorithm.propose`."""
+        s = self.settings
         ids: list[int] = []
         proposal_laws: list[Tensor] = []
-        while len(ids) < n and len(self.shared):
-            logits = context.next_logits()
-            if self.warping.greedy:
-                best = laws.argmax(logits[self.shared], "the drafter")
-                t = int(self.image[best])
-            else:
-                pi = self.proposal_law(logits)
-                if pi is None:
-                    break
-                t = rng.categorical(pi)
-                proposal_laws.append(pi)
-            ids.append(t)
-            if t in self.eos_ids:
+        before, logits = self._open(context, behind)
+        while len(ids) < n:
+            if logits is None:
+                logits = context.next_logits()
+            q = laws.law(logits, s.draft_warping, "the drafter")
+            # 1. The law of the candidate; all of it is fixed before the candidate is drawn.
+            ahead = self.look_ahead.read(context, q, s.draft_warping) if self.look_ahead else None
+            pi = self.kernel.apply(q) if ahead is None else ahead.law(q, self.kernel)
+            if self.healing is not None and before is not None:
+                pi = self.healing.mix(pi, before)
+            total = float(pi.sum())
+            if not total > 0:
                 break
-            context.push(int(self.t2d[t]))
-        return Proposal(ids, None if self.warping.greedy else proposal_laws)
+            pi = laws.truncate(pi / total, s.warping)
+            # 2. The candidate.
+            t = int(pi.argmax()) if s.warping.greedy else rng.categorical(pi)
+            ids.append(t)
+            proposal_laws.append(pi)
+            if t in s.eos_ids or len(ids) == n:
+                break
+            # 3. The drafter's context for the next one: any that spells the candidate will do.
+            d, logits = self._follow(context, t, ahead, before)
+            if d is None:
+                break
+            before = Before(q, d, t) if d >= 0 else None
+        return Proposal(ids, None if s.warping.greedy else proposal_laws)
 
-    def proposal_law(self, logits: Tensor) -> Tensor | None:
-        """`π` [V_t] from the drafter's logits [V_d]; None if `q(I) = 0`."""
-        q = laws.law(logits, self.draft_warping, "the drafter")
-        pi = torch.zeros(self.rows, dtype=q.dtype).index_add_(0, self.image, q[self.shared])
-        total = float(pi.sum())
-        if not total > 0:
-            return None
-        return laws.truncate(pi / total, self.warping)
+    def _open(self, context: DrafterContext, behind: list[int]) -> tuple[Before | None, Tensor | None]:
+        """The law before the last committed token, where healing can use it; it comes with the first forward."""
+        d = context.replaceable()
+        if self.healing is None or d < 0 or not self.settings.target.bytes_of(behind[-1]):
+            return None, None
+        rows = context.last_logits(2)
+        return Before(laws.law(rows[0], self.settings.draft_warping, "the drafter"), d, behind[-1]), rows[1]
+
+    def _follow(
+        self, context: DrafterContext, t: int, ahead: Ahead | None, before: Before | None
+    ) -> tuple[int | None, Tensor | None]:
+        """Moves the context past candidate `t`.
+
+        Returns:
+            (drafter token that spells `t` alone, or −1 if several or another do, or None if none can;
+            logits after it, if they are known already).
+        """
+        s = self.settings
+        piece = s.target.bytes_of(t)
+        if self.healing is not None and before is not None:
+            longer = self.healing.replacement(before, t, piece)
+            if longer is not None:
+                if ahead is not None:
+                    context.pop()
+                context.replace(longer)
+                return -1, None
+        if ahead is not None:
+            start = s.drafter.pieces[ahead.d]
+            if start == piece:
+                return ahead.d, ahead.logits
+            if piece.startswith(start) and (rest := self._spell_bytes(piece[len(start) :])):
+                for d in rest:
+                    context.push(d)
+                return -1, None
+            context.pop()
+        tokens = self._spelling(t, piece)
+        for d in tokens:
+            context.push(d)
+        if not tokens:
+            return None, None
+        return (tokens[0] if len(tokens) == 1 else -1), None
+
+    def _spelling(self, t: int, piece: bytes) -> list[int]:
+        """Drafter tokens for a target token: its preimage, else its bytes re-encoded; [] if it cannot be spelled."""
+        if t not in self._spellings:
+            d = int(self.settings.mapping.t2d[t])
+            self._spellings[t] = [d] if d >= 0 else self._spell_bytes(piece)
+        return self._spellings[t]
+
+    def _spell_bytes(self, piece: bytes) -> list[int]:
+        ids = self.settings.drafter_segmenter.encode(piece) if piece else []
+        return ids if self.settings.drafter.spell(ids) == piece else []
 
 
-# -- verification --------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Before:
+    """The position before: its law `q` [V_d], the drafter token `d` that was read there, the target token `t`."""
+
+    q: Tensor
+    d: int
+    t: int
 
 
-def verify(proposal: Proposal, logits: Tensor, warping: Warping, rng: Rng) -> Verdict:
-    """Commits tokens with exactly the target's law.
+# -- SLRS-4d: look-ahead on the likeliest drafter token ------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """One look-ahead: drafter token `d`, logits after it, its continuations and what they make of it.
+
+    Attributes:
+        d: the likeliest drafter token; it stands in the context.
+        logits: [V_d] after it.
+        masses: q(e│c·d) of the top continuations.
+        firsts: F(d, e) of each, int64.
+        image: first target token of d's bytes alone, for the rest of the mass.
+    """
+
+    d: int
+    logits: Tensor
+    masses: Tensor
+    firsts: Tensor
+    image: int
+
+    def law(self, q: Tensor, kernel: TargetKernel) -> Tensor:
+        """`Σ_{d'≠d} q(d')K(d',·) + q(d)·[Σ_e q(e│c·d)·1[F(d,e) = ·] + rest·1[image]]`, [V_t] (ALGORITHMS §4d)."""
+        others = q.clone()
+        others[self.d] = 0
+        pi = kernel.apply(others)
+        mass = q[self.d]
+        pi.index_add_(0, self.firsts, mass * self.masses)
+        pi[self.image] += mass * (1 - self.masses.sum()).clamp(min=0)
+        return pi
+
+
+class LookAhead:
+    """Decides whether the next drafter step can sharpen the kernel's row of the likeliest token, and takes it.
 
     Args:
-        proposal: n candidates.
-        logits: [n+1, V_t] of the target, after the committed text and after each candidate.
-        warping: the target's.
-        rng: the source of every draw.
+        first: F and the target's trie.
+        kernel_certainty: float[V_d], `K(d, image of d)`; no look-ahead where it is at least `threshold`.
+        threshold: 0.95 keeps nearly all of the gain with the look-ahead at a third of the positions.
+        width: continuations kept.
     """
-    if warping.greedy:
-        return _verify_greedy(proposal.ids, logits)
-    if proposal.laws is None:
-        return _verify_exact_match(proposal.ids, logits, warping, rng)
-    return _verify_token(proposal.ids, proposal.laws, logits, warping, rng)
+
+    def __init__(
+        self, first: FirstTarget, kernel_certainty: np.ndarray, threshold: float = 0.95, width: int = 64
+    ) -> None:
+        self.first, self.certainty = first, kernel_certainty
+        self.threshold, self.width = threshold, width
+
+    def read(self, context: DrafterContext, q: Tensor, draft_warping: Warping) -> Ahead | None:
+        """Looks ahead on the likeliest token; None where it cannot matter. Leaves the token in the context."""
+        d = int(q.argmax())
+        piece = context.pieces[d] if d < len(context.pieces) else b""
+        image = int(self.first.image[d])
+        if not piece or image < 0 or self.certainty[d] >= self.threshold or not self.first.extends(piece):
+            return None
+        context.push(d)
+        logits = context.next_logits()
+        following = laws.law(logits, draft_warping, "the drafter")
+        masses, es = following.topk(min(self.width, len(following)))
+        firsts = torch.tensor(self.first.of(d, es.tolist()))
+        return Ahead(d, logits, masses, firsts, image)
 
 
-def _verify_greedy(candidates: list[int], logits: Tensor) -> Verdict:
-    """Accepts candidates as long as they are the target's own argmax."""
-    best = laws.argmax(logits).tolist()
-    accepted = 0
-    while accepted < len(candidates) and candidates[accepted] == best[accepted]:
-        accepted += 1
-    return Verdict(best[: accepted + 1], accepted)
+# -- SLRS: healing the boundary before a position --------------------------------------------------------------------
 
 
-def _verify_exact_match(candidates: list[int], logits: Tensor, warping: Warping, rng: Rng) -> Verdict:
-    """Commits the target's own draws, and goes on while they equal the guesses (2502.05202, Algorithm 2)."""
-    ids: list[int] = []
-    for j in range(len(candidates) + 1):
-        x = rng.categorical(laws.law(logits[j], warping))
-        ids.append(x)
-        if j == len(candidates) or x != candidates[j]:
-            break
-    return Verdict(ids, len(ids) - 1)
+class Healing:
+    """Gives back what the drafter knew before it read a token that it would rather have written longer.
 
+    The target's token `t` may end inside what the drafter writes as one token (a line break before an indent).
+    Having read `d = t`, the drafter takes the longer tokens for excluded. Its law before `d` still has them: given
+    that the target's token was `t`, the next one is `F` of what remains of `e` with weight `q(e)`, for every longer
+    `e` that the target would begin with `t`, and the law after `d` with weight `q(d)` (reconstruction).
 
-def _verify_token(
-    candidates: list[int], proposal_laws: list[Tensor], logits: Tensor, warping: Warping, rng: Rng
-) -> Verdict:
-    """Token verification (Leviathan et al. 2211.17192, Algorithm 1)."""
-    for j, (t, pi) in enumerate(zip(candidates, proposal_laws, strict=True)):
-        p = laws.law(logits[j], warping)
-        if not rng.accept(float(p[t]) / float(pi[t])):
-            return Verdict([*candidates[:j], rng.categorical(laws.residual(p, pi))], j)
-    bonus = rng.categorical(laws.law(logits[len(candidates)], warping))
-    return Verdict([*candidates, bonus], len(candidates))
+    Args:
+        longer: drafter tokens by prefix.
+        drafter: its vocabulary.
+        width: longer tokens looked at.
+    """
+
+    def __init__(self, longer: LongerTokens, drafter: Vocabulary, width: int = 16) -> None:
+        self.longer, self.drafter, self.width = longer, drafter, width
+
+    def mix(self, pi: Tensor, before: Before) -> Tensor:
+        """The healed law, [V_t], from the law after `d`."""
+        entries = self._longer(before)
+        if not entries:
+            return pi
+        total = pi.sum()
+        healed = pi * (before.q[before.d] / total) if float(total) > 0 else torch.zeros_like(pi)
+        for _, x, mass in entries:
+            healed[x] += mass
+        return healed
+
+    def replacement(self, before: Before, t: int, piece: bytes) -> int | None:
+        """A longer token that spells the last two target tokens at once, if the drafter finds it likelier."""
+        whole = self.drafter.pieces[before.d] + piece
+        for e, x, mass in self._longer(before):
+            if x == t and self.drafter.pieces[e] == whole and mass > float(before.q[before.d]):
+                return e
+        return None
+
+    def _longer(self, before: Before) -> list[tuple[int, int, float]]:
+        """(longer drafter token, target token that follows `t` in it, its mass)."""
+        piece = self.drafter.bytes_of(before.d)
+        ids = self.longer.of(piece) if piece else ()
+        if not len(ids):
+            return []
+        masses, where = before.q[ids].topk(min(self.width, len(ids)))
+        floor = 1e-3 * max(float(before.q[before.d]), float(masses[0]))
+        entries = []
+        for mass, e in zip(masses.tolist(), ids[where].tolist(), strict=True):
+            if mass <= floor:
+                break
+            x = self.longer.following(before.t, self.drafter.pieces[e][len(piece) :])
+            if x >= 0:
+                entries.append((e, x, mass))
+        return entries

@@ -79,13 +79,17 @@ class DrafterContext:
         last = len(self.ids) - 1
         return self.ids[last] if len(self.ids) == self._committed and max(self._fixed, 1) <= last else -1
 
-    def replace_last(self, d: int) -> None:
-        """Puts a drafted token in the place of the last committed one; its bytes begin with that one's.
-
-        If the draft is rejected, `commit` encodes those bytes again.
-        """
+    def pop(self) -> None:
+        """Takes the last token out of the context."""
         self._cut(len(self.ids) - 1)
-        self._committed = len(self.ids)
+        self._committed = min(self._committed, len(self.ids))
+
+    def replace(self, d: int) -> None:
+        """Puts a token in the place of the last one, drafted or committed; its bytes begin with that one's.
+
+        If it stood in the place of a committed token and is rejected, `commit` encodes those bytes again.
+        """
+        self.pop()
         self.push(d)
 
     # -- committing ------------------------------------------------------------------------------------

@@ -9,12 +9,13 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from hetspec.runtime.algorithms import BEHIND_TOKENS, Algorithm, Proposal, Verdict, verify
+from hetspec.runtime.algorithms import BEHIND_TOKENS, Algorithm
 from hetspec.runtime.context import DrafterContext
 from hetspec.runtime.laws import Warping
 from hetspec.runtime.models import Row
 from hetspec.runtime.plan import DraftLength
 from hetspec.runtime.rng import Rng
+from hetspec.runtime.verify import Proposal, Verdict, verify
 from hetspec.vocab import Vocabulary
 
 

@@ -6,27 +6,36 @@ to the decoding loop.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from hetspec.artifact import PairArtifact
 from hetspec.errors import IncompatiblePair, InvalidInput
-from hetspec.runtime.algorithms import ALGORITHMS, SLEM, TLI, Algorithm, Plain
+from hetspec.runtime.algorithms import (
+    ALGORITHMS,
+    SLEM,
+    Algorithm,
+    DraftSettings,
+    Healing,
+    KernelDraft,
+    LookAhead,
+    Plain,
+    TargetKernel,
+)
+from hetspec.runtime.boundaries import FirstTarget, LongerTokens
 from hetspec.runtime.context import DrafterContext, spell_prompt
 from hetspec.runtime.decode import Decoder, DecodeStats
 from hetspec.runtime.laws import Warping
-from hetspec.runtime.models import CachedModel
 from hetspec.runtime.options import Options, from_generation_config
 from hetspec.runtime.plan import AutoLength, DraftLength, FixedLength
 from hetspec.runtime.rng import Rng, TorchRng
-from hetspec.segment import Segmenter, begins_text_with
-from hetspec.vocab import Vocabulary
-
-Chat = Sequence[dict[str, str]]
+from hetspec.runtime.sides import Side, first_bytes, is_chat, make_side, read_prompt
 
 
 @dataclass(frozen=True)
@@ -57,65 +66,33 @@ class Chunk:
     stats: DecodeStats
 
 
-class Side:
-    """A tokenizer with its vocabulary, and perhaps its model: one half of a pair at run time.
+SLRS_FORMS = ("lookahead", "first")
 
-    Args:
-        tokenizer: a transformers fast tokenizer, a `TokenizerSource` or a `tokenizers.Tokenizer`.
-        model: a transformers causal language model, or None.
-        name: for messages.
-        eos_ids, turn_end_ids: as recorded in the pair.
-    """
 
-    def __init__(
-        self,
-        tokenizer: Any,
-        model: Any,
-        *,
-        name: str,
-        eos_ids: tuple[int, ...],
-        turn_end_ids: tuple[int, ...],
-    ) -> None:
-        self.tokenizer = tokenizer
-        self.backend = getattr(tokenizer, "backend_tokenizer", None) or getattr(
-            tokenizer, "tokenizer", tokenizer
+class PairTools:
+    """What the algorithms share for one pair: kernels on the device and boundary tables, kept across prompts."""
+
+    def __init__(self, pair: PairArtifact, target: Side, drafter: Side) -> None:
+        self._pair, self._target, self._drafter = pair, target, drafter
+        width = pair.target.rows
+        self.intersection = TargetKernel.from_map(pair.map.d2t, width)
+        self.first_kernel = TargetKernel.from_map(pair.map.first, width)
+        stored = pair.kernels.get("cosegment")
+        self.cosegment = None if stored is None else TargetKernel.from_kernel(stored, width)
+        # Without a stored kernel nothing is known about a token's image, so every position may look ahead.
+        self.certainty = np.zeros(pair.drafter.rows) if stored is None else stored.weight_of(pair.map.first)
+
+    @functools.cached_property
+    def longer(self) -> LongerTokens:
+        """The drafter's tokens by prefix."""
+        return LongerTokens(self._drafter.vocabulary, self._target.segmenter)
+
+    @functools.cached_property
+    def first(self) -> FirstTarget:
+        """The cached F."""
+        return FirstTarget(
+            self._pair.map, self._target.vocabulary, self._drafter.vocabulary, self._target.segmenter
         )
-        if not hasattr(self.backend, "to_str"):
-            raise IncompatiblePair(
-                f"{type(tokenizer).__name__} of {name} is not a fast tokenizer.",
-                "Load it with AutoTokenizer and a tokenizer.json.",
-            )
-        self.model = None if model is None else CachedModel(model)
-        self._recorded = (name, eos_ids, turn_end_ids)
-        self._stamp: tuple[int, int] | None = None
-        self.refresh()
-
-    def refresh(self) -> None:
-        """Re-reads the tokenizer if tokens were added to it since the last look."""
-        stamp = (self.backend.get_vocab_size(True), len(self.backend.get_added_tokens_decoder()))
-        if stamp == self._stamp:
-            return
-        name, eos_ids, turn_end_ids = self._recorded
-        self.vocabulary = Vocabulary.from_tokenizer(
-            self.backend,
-            name=name,
-            rows=None if self.model is None else self.model.rows,
-            eos_ids=eos_ids,
-            turn_end_ids=turn_end_ids,
-        )
-        self.segmenter = Segmenter(self.backend, self.vocabulary)
-        self.begins_with = begins_text_with(self.backend)
-        self._stamp = stamp
-
-    def chat_ids(self, chat: Chat) -> list[int] | None:
-        """A chat through this side's own template, ready for the answer; None if it has no template."""
-        tokenizer = self.tokenizer
-        if hasattr(tokenizer, "transformers_tokenizer"):
-            tokenizer = tokenizer.transformers_tokenizer()
-        if not getattr(tokenizer, "chat_template", None):
-            return None
-        rendered = tokenizer.apply_chat_template(list(chat), add_generation_prompt=True, tokenize=False)
-        return list(self.backend.encode(rendered, add_special_tokens=False).ids)
 
 
 class Engine:
@@ -148,11 +125,11 @@ class Engine:
                 "Build one: hetspec-prep build-map TARGET DRAFTER.",
             )
         self.pair = pair
-        self.target = _side(target, target_tokenizer, pair.target if pair else None, "target")
+        self.target = make_side(target, target_tokenizer, pair.target if pair else None, "target")
         self.drafter = None
         if drafter is not None:
             assert pair is not None
-            self.drafter = _side(drafter, drafter_tokenizer, pair.drafter, "drafter")
+            self.drafter = make_side(drafter, drafter_tokenizer, pair.drafter, "drafter")
         self._check()
 
     def _check(self) -> None:
@@ -211,6 +188,7 @@ class Engine:
         algorithm: str = "auto",
         num_draft_tokens: int | str = "auto",
         generation_config: Any = None,
+        slrs_form: str = "lookahead",
         seed: int | None = None,
         rng: Rng | None = None,
         draft_temperature: float | None = None,
@@ -224,9 +202,10 @@ class Engine:
         Args:
             inputs: text, target ids (list, [S] or [1, S] tensor, a tokenizer's output), or a chat
                 (list of {"role", "content"}).
-            algorithm: "none", "slem", "tli" or "auto".
+            algorithm: "none", "slem", "tli", "slrs", "rdk" or "auto".
             num_draft_tokens: candidates per step (drafter tokens for "slem"), or "auto".
             generation_config: a transformers GenerationConfig; by default the target model's own.
+            slrs_form: "lookahead" (4d, with healing) or "first" (4b) for "slrs".
             seed: makes the generation repeatable.
             rng: replaces the source of every draw.
             draft_temperature, draft_top_k, draft_top_p: the drafter's; by default the target's temperature.
@@ -248,7 +227,7 @@ class Engine:
             top_k=draft_top_k,
             top_p=draft_top_p,
         )
-        chosen = self._algorithm(algorithm, options, draft_warping)
+        chosen = self._algorithm(algorithm, slrs_form, options, draft_warping)
         limit = options.new_tokens(len(prompt))
         if limit < 1:
             raise InvalidInput(
@@ -278,9 +257,17 @@ class Engine:
 
     # -- parts -------------------------------------------------------------------------------------------
 
-    def _algorithm(self, name: str, options: Options, draft_warping: Warping) -> Algorithm:
+    @functools.cached_property
+    def _tools(self) -> PairTools:
+        assert self.drafter is not None
+        assert self.pair is not None
+        return PairTools(self.pair, self.target, self.drafter)
+
+    def _algorithm(self, name: str, form: str, options: Options, draft_warping: Warping) -> Algorithm:
+        if form not in SLRS_FORMS:
+            raise InvalidInput(f"unknown slrs_form {form!r}.", f"Choose one of {', '.join(SLRS_FORMS)}.")
         if name == "auto":
-            name = "none" if self.drafter is None else ("slem" if options.warping.greedy else "tli")
+            name = "none" if self.drafter is None else ("slem" if options.warping.greedy else "slrs")
         if name not in ALGORITHMS:
             raise InvalidInput(
                 f"unknown algorithm {name!r}.", f"Choose one of auto, {', '.join(ALGORITHMS)}."
@@ -291,14 +278,49 @@ class Engine:
             raise InvalidInput(
                 f"algorithm {name!r} needs a drafter and a pair.", "Pass drafter=… and pair=…."
             )
+        tools = self._tools
         if name == "slem":
-            return SLEM(self.pair.map, self.target.vocabulary, self.drafter.vocabulary, self.target.segmenter)
-        if not (self.pair.map.d2t >= 0).any():
-            raise IncompatiblePair(
-                f"the vocabularies of {self.pair.target.name} and {self.pair.drafter.name} share no token.",
-                "Use the algorithm slem, which needs no shared token.",
+            return SLEM(
+                self.pair.map,
+                self.target.vocabulary,
+                self.drafter.vocabulary,
+                self.target.segmenter,
+                tools.longer,
             )
-        return TLI(self.pair.map, options.warping, draft_warping, options.eos_ids)
+        settings = DraftSettings(
+            mapping=self.pair.map,
+            target=self.target.vocabulary,
+            drafter=self.drafter.vocabulary,
+            drafter_segmenter=self.drafter.segmenter,
+            warping=options.warping,
+            draft_warping=draft_warping,
+            eos_ids=options.eos_ids,
+        )
+        if name == "tli":
+            if not (self.pair.map.d2t >= 0).any():
+                raise IncompatiblePair(
+                    f"the vocabularies of {self.pair.target.name} and {self.pair.drafter.name} share no token.",
+                    "Use the algorithm slem, which needs no shared token.",
+                )
+            return KernelDraft("tli", tools.intersection, settings)
+        if name == "rdk":
+            if tools.cosegment is None:
+                raise IncompatiblePair(
+                    "the pair has no affinity kernel, which rdk needs.",
+                    f"Build one: hetspec-prep build-affinity {self.pair.target.name} {self.pair.drafter.name} "
+                    "--prior cosegment.",
+                )
+            return KernelDraft("rdk", tools.cosegment, settings)
+        kernel = tools.first_kernel if form == "first" or tools.cosegment is None else tools.cosegment
+        if form == "first":
+            return KernelDraft("slrs", kernel, settings)
+        return KernelDraft(
+            "slrs",
+            kernel,
+            settings,
+            LookAhead(tools.first, tools.certainty),
+            Healing(tools.longer, self.drafter.vocabulary),
+        )
 
     def _plan(self, num_draft_tokens: int | str, *, seeded: bool) -> DraftLength:
         if isinstance(num_draft_tokens, int) and not isinstance(num_draft_tokens, bool):
@@ -316,7 +338,7 @@ class Engine:
     def _prompt_ids(self, inputs: Any) -> list[int]:
         """The target's ids of a prompt, checked against the model."""
         assert self.target.model is not None
-        ids = _read_prompt(inputs, self.target)
+        ids = read_prompt(inputs, self.target)
         if not ids:
             raise InvalidInput(
                 "the prompt is empty and the target has no beginning-of-text token.",
@@ -344,8 +366,8 @@ class Engine:
         row, side = self.drafter.model.new_row(), self.drafter
         own = None
         if drafter_inputs is not None:
-            own = _read_prompt(drafter_inputs, side)
-        elif _is_chat(inputs):
+            own = read_prompt(drafter_inputs, side)
+        elif is_chat(inputs):
             own = side.chat_ids(inputs)
         if own is not None:
             context = DrafterContext(row, side.segmenter, own)
@@ -358,7 +380,7 @@ class Engine:
         }
         parts = spell_prompt(self.target.vocabulary.pieces, prompt, controls)
         if parts and isinstance(parts[0], bytes):
-            parts[0] = _begin(
+            parts[0] = first_bytes(
                 parts[0], self.target.vocabulary.adds_prefix_space, side.vocabulary.adds_prefix_space
             )
         for part in parts:
@@ -369,69 +391,12 @@ class Engine:
         return context
 
 
-def _side(model: Any, tokenizer: Any, identity: Any, role: str) -> Side:
-    if tokenizer is None:
-        from hetspec.sources import load_tokenizer
-
-        tokenizer = load_tokenizer(identity.name)
-    name = identity.name if identity is not None else role
-    eos_ids = identity.eos_ids if identity is not None else ()
-    turn_end_ids = identity.turn_end_ids if identity is not None else ()
-    return Side(tokenizer, model, name=name, eos_ids=eos_ids, turn_end_ids=turn_end_ids)
-
-
-def _begin(text: bytes, target_adds: bool, drafter_adds: bool) -> bytes:
-    """The first bytes as the drafter's tokenizer would see them (each side's dummy prefix is its own)."""
-    if target_adds and not drafter_adds and text.startswith(b" "):
-        return text[1:]
-    if drafter_adds and not target_adds:
-        return b" " + text
-    return text
-
-
 def _draft_temperature(asked: float | None, warping: Warping) -> float:
     if asked is not None:
         if not asked > 0:
             raise InvalidInput(f"draft_temperature is {asked}, expected more than 0.")
         return asked
     return 1.0 if warping.greedy else warping.temperature
-
-
-def _is_chat(inputs: Any) -> bool:
-    return isinstance(inputs, list) and bool(inputs) and isinstance(inputs[0], dict)
-
-
-def _read_prompt(inputs: Any, side: Side) -> list[int]:
-    """Ids of a prompt in any accepted form."""
-    if isinstance(inputs, str):
-        return list(side.backend.encode(inputs).ids)
-    if _is_chat(inputs):
-        ids = side.chat_ids(inputs)
-        if ids is None:
-            raise InvalidInput(
-                f"{side.vocabulary.name} has no chat template.",
-                "Give the prompt as text, or set tokenizer.chat_template.",
-            )
-        return ids
-    if hasattr(inputs, "keys"):
-        mask = inputs.get("attention_mask")
-        if mask is not None and not bool(torch.as_tensor(mask).all()):
-            raise InvalidInput(
-                "the prompt is padded (its attention mask has zeros).", "Pass one prompt without padding."
-            )
-        inputs = inputs["input_ids"]
-    if isinstance(inputs, Tensor):
-        inputs = inputs.tolist()
-    if isinstance(inputs, (list, tuple)):
-        if len(inputs) == 1 and isinstance(inputs[0], (list, tuple)):
-            inputs = inputs[0]
-        if all(isinstance(i, int) for i in inputs):
-            return list(inputs)
-        raise InvalidInput(
-            f"a batch of {len(inputs)} prompts was given; one prompt at a time is supported.",
-            "Loop over the prompts.",
-        )
-    raise InvalidInput(f"a prompt of type {type(inputs).__name__}.", "Give text, token ids or a chat.")
 
 
 # -- functions -----------------------------------------------------------------------------------------------

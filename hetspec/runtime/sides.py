@@ -1,0 +1,136 @@
+"""One half of a pair at run time: a tokenizer with its vocabulary and perhaps its model, and how it reads prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hetspec.errors import IncompatiblePair, InvalidInput
+from hetspec.runtime.models import CachedModel
+from hetspec.segment import Segmenter, begins_text_with
+from hetspec.vocab import Vocabulary
+
+Chat = Sequence[dict[str, str]]
+
+
+class Side:
+    """A tokenizer with its vocabulary, and perhaps its model: one half of a pair at run time.
+
+    Args:
+        tokenizer: a transformers fast tokenizer, a `TokenizerSource` or a `tokenizers.Tokenizer`.
+        model: a transformers causal language model, or None.
+        name: for messages.
+        eos_ids, turn_end_ids: as recorded in the pair.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        model: Any,
+        *,
+        name: str,
+        eos_ids: tuple[int, ...],
+        turn_end_ids: tuple[int, ...],
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.backend = getattr(tokenizer, "backend_tokenizer", None) or getattr(
+            tokenizer, "tokenizer", tokenizer
+        )
+        if not hasattr(self.backend, "to_str"):
+            raise IncompatiblePair(
+                f"{type(tokenizer).__name__} of {name} is not a fast tokenizer.",
+                "Load it with AutoTokenizer and a tokenizer.json.",
+            )
+        self.model = None if model is None else CachedModel(model)
+        self._recorded = (name, eos_ids, turn_end_ids)
+        self._stamp: tuple[int, int] | None = None
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Re-reads the tokenizer if tokens were added to it since the last look."""
+        stamp = (self.backend.get_vocab_size(True), len(self.backend.get_added_tokens_decoder()))
+        if stamp == self._stamp:
+            return
+        name, eos_ids, turn_end_ids = self._recorded
+        self.vocabulary = Vocabulary.from_tokenizer(
+            self.backend,
+            name=name,
+            rows=None if self.model is None else self.model.rows,
+            eos_ids=eos_ids,
+            turn_end_ids=turn_end_ids,
+        )
+        self.segmenter = Segmenter(self.backend, self.vocabulary)
+        self.begins_with = begins_text_with(self.backend)
+        self._stamp = stamp
+
+    def chat_ids(self, chat: Chat) -> list[int] | None:
+        """A chat through this side's own template, ready for the answer; None if it has no template."""
+        tokenizer = self.tokenizer
+        if hasattr(tokenizer, "transformers_tokenizer"):
+            tokenizer = tokenizer.transformers_tokenizer()
+        if not getattr(tokenizer, "chat_template", None):
+            return None
+        rendered = tokenizer.apply_chat_template(list(chat), add_generation_prompt=True, tokenize=False)
+        return list(self.backend.encode(rendered, add_special_tokens=False).ids)
+
+
+def make_side(model: Any, tokenizer: Any, identity: Any, role: str) -> Side:
+    """A side from what the user gave, or from what the pair recorded."""
+    if tokenizer is None:
+        from hetspec.sources import load_tokenizer
+
+        tokenizer = load_tokenizer(identity.name)
+    name = identity.name if identity is not None else role
+    eos_ids = identity.eos_ids if identity is not None else ()
+    turn_end_ids = identity.turn_end_ids if identity is not None else ()
+    return Side(tokenizer, model, name=name, eos_ids=eos_ids, turn_end_ids=turn_end_ids)
+
+
+def first_bytes(text: bytes, target_adds: bool, drafter_adds: bool) -> bytes:
+    """The first bytes as the drafter's tokenizer would see them (each side's dummy prefix is its own)."""
+    if target_adds and not drafter_adds and text.startswith(b" "):
+        return text[1:]
+    if drafter_adds and not target_adds:
+        return b" " + text
+    return text
+
+
+def is_chat(inputs: Any) -> bool:
+    """Whether a prompt is a list of messages."""
+    return isinstance(inputs, list) and bool(inputs) and isinstance(inputs[0], dict)
+
+
+def read_prompt(inputs: Any, side: Side) -> list[int]:
+    """Ids of a prompt in any accepted form."""
+    if isinstance(inputs, str):
+        return list(side.backend.encode(inputs).ids)
+    if is_chat(inputs):
+        ids = side.chat_ids(inputs)
+        if ids is None:
+            raise InvalidInput(
+                f"{side.vocabulary.name} has no chat template.",
+                "Give the prompt as text, or set tokenizer.chat_template.",
+            )
+        return ids
+    if hasattr(inputs, "keys"):
+        mask = inputs.get("attention_mask")
+        if mask is not None and not bool(torch.as_tensor(mask).all()):
+            raise InvalidInput(
+                "the prompt is padded (its attention mask has zeros).", "Pass one prompt without padding."
+            )
+        inputs = inputs["input_ids"]
+    if isinstance(inputs, Tensor):
+        inputs = inputs.tolist()
+    if isinstance(inputs, (list, tuple)):
+        if len(inputs) == 1 and isinstance(inputs[0], (list, tuple)):
+            inputs = inputs[0]
+        if all(isinstance(i, int) for i in inputs):
+            return list(inputs)
+        raise InvalidInput(
+            f"a batch of {len(inputs)} prompts was given; one prompt at a time is supported.",
+            "Loop over the prompts.",
+        )
+    raise InvalidInput(f"a prompt of type {type(inputs).__name__}.", "Give text, token ids or a chat.")

@@ -1,0 +1,91 @@
+"""Verification: committing tokens with exactly the target's law, whatever was proposed (ALGORITHMS §1).
+
+Letters: `p` target, `pi` proposal over the target's vocabulary; V_t its rows; n candidates.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from hetspec.runtime import laws
+from hetspec.runtime.laws import Warping
+from hetspec.runtime.rng import Rng
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """Candidates of one step.
+
+    Attributes:
+        ids: candidate target ids t_1..t_n; may be empty.
+        laws: π_1..π_n, each [V_t], or None where the candidates are guesses (exact match).
+    """
+
+    ids: list[int] = field(default_factory=list)
+    laws: list[Tensor] | None = None
+
+    def __post_init__(self) -> None:
+        if self.laws is not None:
+            assert len(self.laws) == len(self.ids)
+            assert all(float(pi[t]) > 0 for t, pi in zip(self.ids, self.laws, strict=True))
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a step commits: `accepted` candidates, then one token of the target's own."""
+
+    ids: list[int]
+    accepted: int
+
+    def __post_init__(self) -> None:
+        assert len(self.ids) == self.accepted + 1
+
+
+def verify(proposal: Proposal, logits: Tensor, warping: Warping, rng: Rng) -> Verdict:
+    """Commits tokens with exactly the target's law.
+
+    Args:
+        proposal: n candidates.
+        logits: [n+1, V_t] of the target, after the committed text and after each candidate.
+        warping: the target's.
+        rng: the source of every draw.
+    """
+    if warping.greedy:
+        return _verify_greedy(proposal.ids, logits)
+    if proposal.laws is None:
+        return _verify_exact_match(proposal.ids, logits, warping, rng)
+    return _verify_token(proposal.ids, proposal.laws, logits, warping, rng)
+
+
+def _verify_greedy(candidates: list[int], logits: Tensor) -> Verdict:
+    """Accepts candidates as long as they are the target's own argmax."""
+    best = laws.argmax(logits).tolist()
+    accepted = 0
+    while accepted < len(candidates) and candidates[accepted] == best[accepted]:
+        accepted += 1
+    return Verdict(best[: accepted + 1], accepted)
+
+
+def _verify_exact_match(candidates: list[int], logits: Tensor, warping: Warping, rng: Rng) -> Verdict:
+    """Commits the target's own draws, and goes on while they equal the guesses (2502.05202, Algorithm 2)."""
+    ids: list[int] = []
+    for j in range(len(candidates) + 1):
+        x = rng.categorical(laws.law(logits[j], warping))
+        ids.append(x)
+        if j == len(candidates) or x != candidates[j]:
+            break
+    return Verdict(ids, len(ids) - 1)
+
+
+def _verify_token(
+    candidates: list[int], proposal_laws: list[Tensor], logits: Tensor, warping: Warping, rng: Rng
+) -> Verdict:
+    """Token verification (Leviathan et al. 2211.17192, Algorithm 1)."""
+    for j, (t, pi) in enumerate(zip(candidates, proposal_laws, strict=True)):
+        p = laws.law(logits[j], warping)
+        if not rng.accept(float(p[t]) / float(pi[t])):
+            return Verdict([*candidates[:j], rng.categorical(laws.residual(p, pi))], j)
+    bonus = rng.categorical(laws.law(logits[len(candidates)], warping))
+    return Verdict([*candidates, bonus], len(candidates))
