@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hetspec.runtime.algorithms import BEHIND_TOKENS, Algorithm
+from hetspec.runtime.auto import AutoChoice
 from hetspec.runtime.context import DrafterContext
 from hetspec.runtime.laws import Warping
 from hetspec.runtime.models import Row
@@ -34,6 +35,7 @@ class DecodeStats:
         unspelled_bytes: bytes of the text the drafter's tokenizer cannot spell.
         seconds: of "target", "drafter", "verify", "align" (text between the two tokenizers) and "other".
         stop_reason: "eos", "length" or "context".
+        choice: what "auto" picked, and why.
     """
 
     steps: int = 0
@@ -51,6 +53,12 @@ class DecodeStats:
     )
     total_seconds: float = 0.0
     stop_reason: str = ""
+    choice: str = ""
+
+    @property
+    def drafter_forwards_per_candidate(self) -> float:
+        """Drafter forwards spent on each candidate."""
+        return self.drafter_forwards / self.proposed if self.proposed else 0.0
 
     @property
     def acceptance_rate(self) -> float:
@@ -98,11 +106,13 @@ class DecodeStats:
             "new_tokens": self.new_tokens,
             "target_forwards": self.target_forwards,
             "drafter_forwards": self.drafter_forwards,
+            "drafter_forwards_per_candidate": self.drafter_forwards_per_candidate,
             "drafter_tokens": self.drafter_tokens,
             "unspelled_bytes": self.unspelled_bytes,
             "seconds": {**self.seconds, "total": self.total_seconds},
             "tokens_per_second": self.tokens_per_second,
             "stop_reason": self.stop_reason,
+            "choice": self.choice,
         }
 
 
@@ -178,8 +188,10 @@ class Decoder:
         elif self.context is not None:
             self.context.commit(self.vocabulary.spell(committed))
         self.stats.total_seconds += time.perf_counter() - started
-        self.plan.observe(self, len(proposal.ids), verdict.accepted)
         self._settle_times()
+        self.plan.observe(self, len(proposal.ids), verdict.accepted)
+        if isinstance(self.plan, AutoChoice):
+            self.stats.choice = self.plan.reason
         return committed
 
     def _propose(self, most: int) -> Proposal:

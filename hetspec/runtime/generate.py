@@ -28,6 +28,7 @@ from hetspec.runtime.algorithms import (
     Plain,
     TargetKernel,
 )
+from hetspec.runtime.auto import AutoChoice, Record
 from hetspec.runtime.boundaries import FirstTarget, LongerTokens
 from hetspec.runtime.context import DrafterContext, spell_prompt
 from hetspec.runtime.decode import Decoder, DecodeStats
@@ -46,7 +47,7 @@ class GenerateOutput:
         sequences: int64[1, S], prompt and new ids, as transformers returns them.
         new_ids: the new ids.
         text: the new ids as text, control tokens left out.
-        algorithm: what was run.
+        algorithm: what was run; what "auto" ended with (`stats.choice` says why).
         stats: what it took.
     """
 
@@ -126,6 +127,7 @@ class Engine:
             )
         self.pair = pair
         self.target = make_side(target, target_tokenizer, pair.target if pair else None, "target")
+        self._records: dict[bool, dict[str, Record]] = {}  # what "auto" has seen, greedy and sampled apart
         self.drafter = None
         if drafter is not None:
             assert pair is not None
@@ -164,7 +166,7 @@ class Engine:
             sequences=torch.tensor([decoder.ids]),
             new_ids=decoder.new_ids,
             text=self.decode_text(decoder.new_ids),
-            algorithm=decoder.algorithm.name,
+            algorithm=getattr(decoder.algorithm, "current", decoder.algorithm.name),
             stats=decoder.stats,
         )
 
@@ -227,7 +229,15 @@ class Engine:
             top_k=draft_top_k,
             top_p=draft_top_p,
         )
-        chosen = self._algorithm(algorithm, slrs_form, options, draft_warping)
+        seeded = seed is not None or rng is not None
+        plan: DraftLength
+        chosen: Algorithm
+        if algorithm == "auto" and self.drafter is not None:
+            plan = chosen = self._auto(slrs_form, options, draft_warping, num_draft_tokens, seeded=seeded)
+        else:
+            name = "none" if algorithm == "auto" else algorithm
+            chosen = self._algorithm(name, slrs_form, options, draft_warping)
+            plan = self._plan(num_draft_tokens, seeded=seeded)
         limit = options.new_tokens(len(prompt))
         if limit < 1:
             raise InvalidInput(
@@ -244,7 +254,7 @@ class Engine:
             context=context,
             algorithm=chosen,
             warping=options.warping,
-            plan=self._plan(num_draft_tokens, seeded=seed is not None or rng is not None),
+            plan=plan,
             rng=rng if rng is not None else TorchRng(seed),
             eos_ids=options.eos_ids,
             max_new_tokens=limit,
@@ -266,8 +276,6 @@ class Engine:
     def _algorithm(self, name: str, form: str, options: Options, draft_warping: Warping) -> Algorithm:
         if form not in SLRS_FORMS:
             raise InvalidInput(f"unknown slrs_form {form!r}.", f"Choose one of {', '.join(SLRS_FORMS)}.")
-        if name == "auto":
-            name = "none" if self.drafter is None else ("slem" if options.warping.greedy else "slrs")
         if name not in ALGORITHMS:
             raise InvalidInput(
                 f"unknown algorithm {name!r}.", f"Choose one of auto, {', '.join(ALGORITHMS)}."
@@ -322,6 +330,37 @@ class Engine:
             Healing(tools.longer, self.drafter.vocabulary),
         )
 
+    def _auto(
+        self,
+        form: str,
+        options: Options,
+        draft_warping: Warping,
+        num_draft_tokens: int | str,
+        *,
+        seeded: bool,
+    ) -> AutoChoice:
+        """All algorithms the pair allows, to be tried while generating; unseeded runs remember across prompts."""
+        assert self.pair is not None
+        names = ["slem", "slrs"] if options.warping.greedy else ["slrs", "slem", "tli"]
+        if not (self.pair.map.d2t >= 0).any():
+            names = ["slem"]
+        records: dict[str, Record] = {} if seeded else self._records.setdefault(options.warping.greedy, {})
+        return AutoChoice(
+            [self._algorithm(name, form, options, draft_warping) for name in names],
+            [self._plan(num_draft_tokens, seeded=seeded) for _ in names],
+            cost=self._declared_cost,
+            measure=not seeded,
+            records=records,
+        )
+
+    @property
+    def _declared_cost(self) -> float:
+        """A drafter step in target steps, as the weights read tell."""
+        assert self.drafter is not None
+        assert self.drafter.model is not None
+        assert self.target.model is not None
+        return self.drafter.model.weight_bytes / self.target.model.weight_bytes
+
     def _plan(self, num_draft_tokens: int | str, *, seeded: bool) -> DraftLength:
         if isinstance(num_draft_tokens, int) and not isinstance(num_draft_tokens, bool):
             if num_draft_tokens < 0:
@@ -331,9 +370,7 @@ class Engine:
             raise InvalidInput(f"num_draft_tokens is {num_draft_tokens!r}, expected a number or 'auto'.")
         if self.drafter is None or self.drafter.model is None or self.target.model is None:
             return FixedLength(0)
-        return AutoLength(
-            self.drafter.model.weight_bytes / self.target.model.weight_bytes, measure=not seeded
-        )
+        return AutoLength(self._declared_cost, measure=not seeded)
 
     def _prompt_ids(self, inputs: Any) -> list[int]:
         """The target's ids of a prompt, checked against the model."""
