@@ -6,12 +6,14 @@ inside each command, so that ``--help`` is instant.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
 import sys
+import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -174,6 +176,107 @@ def build_map(
         print(f"MLflow run  {stored.run_id}\nartifact    {folder}")
 
 
+@prep_app.command("build-affinity")
+@reporting
+def build_affinity(
+    pair: PairName,
+    prior: Annotated[str, typer.Option(help="cosegment.")] = "cosegment",
+    text: Annotated[
+        list[str] | None, typer.Option(help="stdlib, humaneval, passages or a file; may be repeated.")
+    ] = None,
+    smoothing: Annotated[float, typer.Option(min=0.0, help="Pseudo-counts of each token's image.")] = 1.0,
+    top: Annotated[int, typer.Option(min=1, help="Entries kept per row.")] = 64,
+    output: Annotated[str, typer.Option(help="Also save the artifact to this new directory.")] = "",
+    tracking_uri: Uri = "",
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Add an affinity kernel to a pair: a new artifact and a new run; the old ones stay."""
+    from hetspec.prep.affinity import cosegment, kernel_figures
+    from hetspec.prep.build import extend, prepare
+    from hetspec.prep.report import kernel_plots
+    from hetspec.sources import load_tokenizer
+    from hetspec.tracking import Store
+
+    if prior != "cosegment":
+        raise InvalidInput(f"unknown prior {prior!r}.", "Choose cosegment.")
+    if output and Path(output).exists():
+        raise InvalidInput(f"{output} exists already; artifacts are immutable.", "Choose a new directory.")
+    say = Voice(as_json or quiet)
+    names = text or ["stdlib"]
+    texts = [part.encode() for name in names for part in _texts(name)]
+    store = Store(tracking_uri or None)
+    old, _, parent = _load(pair, tracking_uri)
+    say(f"reading the tokenizers of {old.target.name} and {old.drafter.name}")
+    target, drafter = (prepare(load_tokenizer(identity.name)) for identity in (old.target, old.drafter))
+    old.require(target.vocabulary, drafter.vocabulary)
+    with _progress(sum(map(len, texts)), "counting co-segmentations", silent=as_json or quiet) as progress:
+        started = time.perf_counter()
+        result = cosegment(
+            old.map,
+            target.segmenter,
+            drafter.segmenter,
+            texts,
+            smoothing=smoothing,
+            top=top,
+            progress=progress,
+        )
+        seconds = time.perf_counter() - started
+    figures = kernel_figures(result, old.map, drafter.vocabulary)
+    figures |= {
+        "texts": " ".join(names),
+        "seconds": seconds,
+        "tokens_per_second": result.target_tokens / seconds,
+    }
+    new = extend(
+        old,
+        stage="build-affinity",
+        kernels={prior: result.kernel},
+        figures={"affinity": {prior: figures}},
+        settings={"prior": prior, "texts": names, "smoothing": smoothing, "top": top},
+    )
+    if output:
+        new.save_pretrained(output)
+    stored = store.log_pair(
+        new,
+        stage="build-affinity",
+        params={"prior": prior, "texts": " ".join(names), "smoothing": smoothing, "top": top},
+        figures=kernel_plots(new, result),
+        note=_note(new),
+        parent_run=parent or None,
+    )
+    folder = Path(output).absolute() if output else stored.artifact_dir
+    if as_json:
+        _print_json(
+            {
+                "run_id": stored.run_id,
+                "parent_run": parent,
+                "artifact_dir": str(folder),
+                "affinity": {prior: figures},
+                "seconds": seconds,
+            }
+        )
+    elif quiet:
+        print(stored.run_id)
+    else:
+        _show_pair(new, title=f"{new.target.name} ← {new.drafter.name}")
+        print(f"MLflow run  {stored.run_id} (extends {parent or folder})\nartifact    {folder}")
+
+
+@contextlib.contextmanager
+def _progress(total: int, label: str, *, silent: bool) -> Iterator[Callable[[int], None]]:
+    """A progress bar on stderr when it is a terminal."""
+    if silent or not sys.stderr.isatty():
+        yield lambda done: None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True)) as bar:
+        task = bar.add_task(label, total=total)
+        yield lambda done: bar.update(task, completed=done)
+
+
 @prep_app.command("list")
 @reporting
 def list_pairs(tracking_uri: Uri = "", as_json: Json = False, quiet: Quiet = False) -> None:
@@ -318,7 +421,10 @@ def generate(
     chat: Annotated[
         bool, typer.Option("--chat", help="Put the prompt into each model's chat template.")
     ] = False,
-    algorithm: Annotated[str, typer.Option(help="auto, tli, slem or none.")] = "auto",
+    algorithm: Annotated[str, typer.Option(help="auto, slem, slrs, tli, rdk or none.")] = "auto",
+    slrs_form: Annotated[
+        str, typer.Option(help="lookahead (4d), first (4b) or enumerated (4a, tiny vocabularies only).")
+    ] = "lookahead",
     num_draft_tokens: Annotated[str, typer.Option(help="Draft length, or auto.")] = "auto",
     temperature: Annotated[float, typer.Option(help="0 decodes greedily.")] = 0.0,
     top_k: Annotated[int, typer.Option(help="0 is off.")] = 0,
@@ -363,6 +469,7 @@ def generate(
     inputs: Any = [{"role": "user", "content": text}] if chat else text
     options: dict[str, Any] = {
         "algorithm": algorithm,
+        "slrs_form": slrs_form,
         "num_draft_tokens": draft_length,
         "max_new_tokens": max_new_tokens,
         "seed": seed,
@@ -388,6 +495,8 @@ def generate(
             f"{100 * stats.acceptance_rate:.0f} % of the judged candidates accepted, "
             f"{stats.tokens_per_second:.1f} tokens/s"
         )
+        if stats.choice:
+            say(f"auto picked {stats.choice}")
 
 
 @app.command("demo")
@@ -561,7 +670,12 @@ def _show_pair(pair: Any, title: str) -> None:
             f"the figures of {title} are not those of a built map.", "Rebuild it: hetspec-prep build-map."
         ) from None
     for prior, kernel in pair.kernels.items():
+        known = figures_of(pair, prior)
         rows.append([f"kernel {prior}", f"{len(kernel.indices):,} entries", ""])
+        if known:
+            rows.append(["… from", str(known["texts"]), f"{known['target_tokens']:,} target tokens"])
+            rows.append(["… rows seen in the text", "", f"{100 * known['rows_seen_fraction']:.1f} %"])
+            rows.append(["… of its tokens uncertain", "", f"{100 * known['uncertain_mass']:.1f} %"])
     _table(["", "target", "drafter"], rows, title=title)
 
 
@@ -589,6 +703,12 @@ def _figure_rows(figures: dict[str, Any]) -> list[list[str]]:
             ]
         )
     return rows
+
+
+def figures_of(pair: Any, prior: str) -> dict[str, Any]:
+    """The recorded figures of a kernel, {} if there are none."""
+    found: dict[str, Any] = pair.figures.get("affinity", {}).get(prior, {})
+    return found
 
 
 def _table(headers: list[str], rows: list[list[str]], title: str = "", empty: str = "") -> None:

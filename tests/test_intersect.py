@@ -243,7 +243,8 @@ def test_a_long_text_is_sampled_too():
     sample = corpus([text], limit=100_000)
     assert 50_000 < sum(map(len, sample)) < 200_000
     assert all(part in text for part in sample)
-    assert "line 99" in sample[-1]
+    assert "line 9" in sample[-1]
+    assert corpus(["x" * 1000], limit=128)[0] == "xx"  # no line ends: cut anywhere
 
 
 def test_build_pair_measures_what_it_says(tmp_path):

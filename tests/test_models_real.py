@@ -14,7 +14,7 @@ from hetspec.runtime.generate import Engine
 from hetspec.runtime.laws import Warping
 from hetspec.sources import load_model, load_tokenizer, named_texts
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 PROSE = [
     "The history of the bicycle begins in the early nineteenth century, when",
@@ -60,16 +60,16 @@ def test_greedy_equals_transformers_on_ten_prompts(real, code):
     for prompt in [*code, *PROSE]:
         ids = torch.tensor([real.engine.decoder(prompt, algorithm="none").ids])
         out = real.target.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False, pad_token_id=0
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=16, do_sample=False, pad_token_id=0
         )
         expected = out[0, ids.shape[1] :].tolist()
-        for algorithm in ("none", "slem", "tli"):
-            out = real.engine.generate(prompt, algorithm=algorithm, num_draft_tokens=3, max_new_tokens=24)
+        for algorithm in ("none", "slem", "tli", "slrs"):
+            out = real.engine.generate(prompt, algorithm=algorithm, num_draft_tokens=3, max_new_tokens=16)
             assert out.new_ids == expected, (prompt, algorithm)
 
 
 def test_drafting_saves_target_passes(real, code):
-    for algorithm in ("slem", "tli"):
+    for algorithm in ("slem", "tli", "slrs"):
         stats = real.engine.generate(
             code[0], algorithm=algorithm, num_draft_tokens=4, max_new_tokens=40
         ).stats

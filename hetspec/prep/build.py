@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -9,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from hetspec import __version__
-from hetspec.artifact import PairArtifact, TokenizerIdentity
+from hetspec.artifact import Kernel, PairArtifact, TokenizerIdentity
 from hetspec.prep.intersect import build_map, corpus_coverage, map_figures
 from hetspec.segment import Segmenter
 from hetspec.sources import TokenizerSource
@@ -79,6 +80,40 @@ def build_pair(
             "target_notes": list(target.vocabulary.notes),
             "drafter_notes": list(drafter.vocabulary.notes),
         },
+    )
+
+
+def extend(
+    pair: PairArtifact,
+    *,
+    stage: str,
+    kernels: dict[str, Kernel],
+    figures: dict[str, Any],
+    settings: dict[str, Any],
+) -> PairArtifact:
+    """A new artifact with the parts of an old one and some more; the old one is left as it is.
+
+    Args:
+        pair: the old artifact.
+        stage: the command that adds the parts.
+        kernels: added to, or put in the place of, the old ones.
+        figures: one level of nesting is merged.
+        settings: recorded in the provenance.
+    """
+    merged = dict(pair.figures)
+    for section, values in figures.items():
+        merged[section] = {**merged.get(section, {}), **values}
+    provenance = {
+        **pair.provenance,
+        "hetspec_version": __version__,
+        "stages": [*pair.provenance.get("stages", []), stage],
+        stage: {
+            **settings,
+            "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        },
+    }
+    return dataclasses.replace(
+        pair, kernels={**pair.kernels, **kernels}, figures=merged, provenance=provenance
     )
 
 

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+    from hetspec.prep.affinity import CosegmentResult
+
 BLUE, ORANGE, GREY = "#0072B2", "#E69F00", "#999999"
 LONGEST = 16  # longer pieces share the last bar
 
@@ -34,6 +36,55 @@ def map_plots(pair: PairArtifact, target: Vocabulary, drafter: Vocabulary) -> di
         plots[f"plots/{name}.png"], (single,) = _figure(pair)
         draw(single, pair, target, drafter)
     return plots
+
+
+def kernel_plots(pair: PairArtifact, result: CosegmentResult) -> dict[str, Figure]:
+    """The plots of a co-segmentation kernel by file name."""
+    plots = {}
+    for name, draw in (("affinity_counts", _row_counts), ("affinity_entropy", _row_entropies)):
+        plots[f"plots/{name}.png"], (axes,) = _figure(pair)
+        draw(axes, pair, result)
+    return plots
+
+
+def _row_counts(axes: Axes, pair: PairArtifact, result: CosegmentResult) -> None:
+    axes.set_title("How often the text shows each drafter token", fontsize=12)
+    counts = np.sort(result.counts[: pair.drafter.tokens])[::-1]
+    seen = counts[counts > 0]
+    axes.loglog(np.arange(1, len(seen) + 1), seen, color=BLUE)
+    axes.set_xlabel("drafter token, by rank")
+    axes.set_ylabel("co-segmentation counts")
+    axes.text(
+        0.98,
+        0.95,
+        f"{len(seen):,} of {pair.drafter.tokens:,} tokens seen\n{result.target_tokens:,} target tokens of text",
+        transform=axes.transAxes,
+        ha="right",
+        va="top",
+    )
+
+
+def _row_entropies(axes: Axes, pair: PairArtifact, result: CosegmentResult) -> None:
+    axes.set_title("How certain the kernel's rows are (rows seen in the text)", fontsize=12)
+    kernel = result.kernel
+    rows = np.repeat(np.arange(len(kernel.indptr) - 1), np.diff(kernel.indptr))
+    weights = kernel.weights.astype(np.float64)
+    safe = np.where(weights > 0, weights, 1.0)
+    entropy = np.zeros(len(kernel.indptr) - 1)
+    np.add.at(entropy, rows, -weights * np.log2(safe))
+    seen = result.counts > 0
+    bins = np.linspace(0, max(4.0, float(entropy.max(initial=0.0))), 33)
+    total = max(1, int(result.counts.sum()))
+    axes.hist(
+        [entropy[seen], entropy[seen]],
+        bins,
+        weights=[np.full(int(seen.sum()), 100 / max(1, int(seen.sum()))), 100 * result.counts[seen] / total],
+        color=[BLUE, ORANGE],
+        label=["share of rows", "share of the text's tokens"],
+    )
+    axes.set_xlabel("entropy of a row (bits)")
+    axes.set_ylabel("share (%)")
+    axes.legend(frameon=False)
 
 
 def _figure(pair: PairArtifact, rows: int = 1) -> tuple[Figure, list[Axes]]:

@@ -32,6 +32,7 @@ from hetspec.runtime.auto import AutoChoice, Record
 from hetspec.runtime.boundaries import FirstTarget, LongerTokens
 from hetspec.runtime.context import DrafterContext, spell_prompt
 from hetspec.runtime.decode import Decoder, DecodeStats
+from hetspec.runtime.enumerated import EnumeratedSLRS
 from hetspec.runtime.laws import Warping
 from hetspec.runtime.options import Options, from_generation_config
 from hetspec.runtime.plan import AutoLength, DraftLength, FixedLength
@@ -67,7 +68,7 @@ class Chunk:
     stats: DecodeStats
 
 
-SLRS_FORMS = ("lookahead", "first")
+SLRS_FORMS = ("lookahead", "first", "enumerated")
 
 
 class PairTools:
@@ -207,7 +208,7 @@ class Engine:
             algorithm: "none", "slem", "tli", "slrs", "rdk" or "auto".
             num_draft_tokens: candidates per step (drafter tokens for "slem"), or "auto".
             generation_config: a transformers GenerationConfig; by default the target model's own.
-            slrs_form: "lookahead" (4d, with healing) or "first" (4b) for "slrs".
+            slrs_form: "lookahead" (4d, with healing), "first" (4b) or "enumerated" (4a) for "slrs".
             seed: makes the generation repeatable.
             rng: replaces the source of every draw.
             draft_temperature, draft_top_k, draft_top_p: the drafter's; by default the target's temperature.
@@ -320,6 +321,8 @@ class Engine:
                 )
             return KernelDraft("rdk", tools.cosegment, settings)
         kernel = tools.first_kernel if form == "first" or tools.cosegment is None else tools.cosegment
+        if form == "enumerated":
+            return EnumeratedSLRS(settings, self.target.segmenter)
         if form == "first":
             return KernelDraft("slrs", kernel, settings)
         return KernelDraft(
