@@ -54,8 +54,24 @@ METRICS = {
     "affinity/uncertain_mass_frac": "share of the text's drafter tokens whose row leaves it open (K < 0.95)",
     "affinity/text_tokens": "target tokens of the text it was counted on",
     "affinity/tokens_per_second": "target tokens counted per second",
+    "accept/direct_rate": "mean Σ min(p, π) of the first candidate, from the laws (greedy: share of equal argmax)",
+    "accept/measured_rate": "accepted share of the judged candidates while generating",
+    "accept/tokens_per_target_pass": "committed tokens per pass of the target",
+    "speed/tokens_per_second": "median over prompts",
+    "speed/ratio_to_plain": "median over prompts of tokens/s against plain decoding",
+    "cost/drafter_forwards_per_candidate": "drafter forwards spent on each candidate",
+    "cost/align_frac": "share of the time spent between the two tokenizers",
     "cost/build_seconds": "time of the build, tokenizer loading excluded",
     "cost/artifact_bytes": "size of the pair artifact",
+}
+_BENCH_METRICS = {
+    "accept/direct_rate": "acceptance_direct",
+    "accept/measured_rate": "acceptance_measured",
+    "accept/tokens_per_target_pass": "tokens_per_target_pass",
+    "speed/tokens_per_second": "tokens_per_second",
+    "speed/ratio_to_plain": "ratio_to_plain",
+    "cost/drafter_forwards_per_candidate": "drafter_forwards_per_candidate",
+    "cost/align_frac": "align_share",
 }
 TAG_STATE, TAG_KEY, TAG_STAGE, TAG_PARENT = (
     "hetspec.state",
@@ -209,6 +225,38 @@ class Store:
         except BaseException:
             self.client.set_terminated(run_id, "FAILED")
             raise
+
+    def log_comparison(self, setting: Mapping[str, Any], rows: list[dict[str, Any]]) -> str:
+        """Stores one comparison in the bench experiment: a parent run and a nested run per contestant.
+
+        Args:
+            setting: what all contestants share (params of every run).
+            rows: figures by contestant, `name` among them; what is None is left out.
+
+        Returns:
+            The parent's run id.
+        """
+        title = (
+            f"{setting['target']} ← {setting['drafter']}, {setting['prompts']}, "
+            f"temperature {setting['temperature']}"
+        )
+        with self._run(BENCH, title, "", source="compare_algorithms") as parent:
+            self.client.log_batch(parent, params=_params(setting), tags=_tags({"hetspec.kind": "comparison"}))
+            self.client.log_dict(parent, {"contestants": rows}, "tables/contestants.json")
+            for row in rows:
+                with self._run(BENCH, row["name"], "", source="compare_algorithms") as child:
+                    values = {
+                        name: float(row[key])
+                        for name, key in _BENCH_METRICS.items()
+                        if row.get(key) is not None
+                    }
+                    self.client.log_batch(
+                        child,
+                        metrics=_metrics(values),
+                        params=_params({**setting, "contestant": row["name"]}),
+                        tags=_tags({"hetspec.kind": "contestant", "mlflow.parentRunId": parent}),
+                    )
+        return parent
 
     def pairs(
         self, target: str = "", drafter: str = "", part: str = "", limit: int = 1000

@@ -81,8 +81,8 @@ def test_bytes_do_not_depend_on_hash_seeds_or_the_order_of_keys(tmp_path: Path) 
         "import sys; from tests.builders import small_pair; from dataclasses import replace;"
         "replace(small_pair(), figures={c: 1 for c in {'x', 'y', 'z', 'w'}}).save_pretrained(sys.argv[1])"
     )
-    for seed in ("1", "2"):
-        run_python(code, str(tmp_path / seed), PYTHONHASHSEED=seed)
+    run_python(code, str(tmp_path / "1"), PYTHONHASHSEED="1")
+    replace(small_pair(), figures=dict.fromkeys("wzyx", 1)).save_pretrained(tmp_path / "2")
     assert digest(tmp_path / "1") == digest(tmp_path / "2")
 
 

@@ -77,7 +77,7 @@ def _row_entropies(axes: Axes, pair: PairArtifact, result: CosegmentResult) -> N
     total = max(1, int(result.counts.sum()))
     axes.hist(
         [entropy[seen], entropy[seen]],
-        bins,
+        bins.tolist(),
         weights=[np.full(int(seen.sum()), 100 / max(1, int(seen.sum()))), 100 * result.counts[seen] / total],
         color=[BLUE, ORANGE],
         label=["share of rows", "share of the text's tokens"],

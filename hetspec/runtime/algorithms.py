@@ -8,6 +8,7 @@ Letters: `p` target, `q` drafter, `pi` proposal over the target's vocabulary; V_
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -233,7 +234,9 @@ class KernelDraft:
             ahead = self.look_ahead.read(context, q, s.draft_warping) if self.look_ahead else None
             pi = self.kernel.apply(q) if ahead is None else ahead.law(q, self.kernel)
             if self.healing is not None and before is not None:
+                started = time.perf_counter()
                 pi = self.healing.mix(pi, before)
+                context.align_seconds += time.perf_counter() - started
             total = float(pi.sum())
             if not total > 0:
                 break
@@ -373,7 +376,9 @@ class LookAhead:
         logits = context.next_logits()
         following = laws.law(logits, draft_warping, "the drafter")
         masses, es = following.topk(min(self.width, len(following)))
+        started = time.perf_counter()
         firsts = torch.tensor(self.first.of(d, es.tolist()))
+        context.align_seconds += time.perf_counter() - started
         return Ahead(d, logits, masses, firsts, image)
 
 
