@@ -52,17 +52,18 @@ Command = TypeVar("Command", bound=Callable[..., None])
 
 def main() -> None:
     """Entry point of `hetspec`."""
-    _quiet_libraries()
+    quiet_libraries()
     app()
 
 
 def main_prep() -> None:
     """Entry point of `hetspec-prep`."""
-    _quiet_libraries()
+    quiet_libraries()
     prep_app()
 
 
-def _quiet_libraries() -> None:
+def quiet_libraries() -> None:
+    """Settles what libraries print and how OpenMP waits, unless the environment says otherwise."""
     # Spinning OpenMP threads lose a factor of 30 as soon as anything else runs on the machine.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")

@@ -8,12 +8,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-
-from hetspec.cli import load_engine
+from hetspec.cli import load_engine, quiet_libraries
 from hetspec.errors import HetspecError
 from hetspec.runtime.bench import compare
 from hetspec.sources import named_texts
@@ -44,6 +41,7 @@ def main() -> int:
         "code": code[:: max(1, len(code) // max(1, arguments.code))][: arguments.code],
         "prose": list(PROSE[: arguments.prose]),
     }
+    quiet_libraries()
     try:
         store = Store(arguments.tracking_uri)
         pair = load_pair(

@@ -27,6 +27,7 @@ from hetspec.segment import Segmenter, unfinished_utf8
 from hetspec.vocab import Vocabulary
 
 ALGORITHMS = ("none", "slem", "tli", "slrs", "rdk")
+NEGLIGIBLE = 2e-4  # continuations less likely than this are not worth asking a tokenizer about
 BEHIND_TOKENS = 8  # committed target tokens that are re-tokenised with a SLEM draft to find its boundary
 
 
@@ -376,6 +377,8 @@ class LookAhead:
         logits = context.next_logits()
         following = laws.law(logits, draft_warping, "the drafter")
         masses, es = following.topk(min(self.width, len(following)))
+        kept = max(1, int((masses > NEGLIGIBLE).sum()))  # the rest stays with the image
+        masses, es = masses[:kept], es[:kept]
         started = time.perf_counter()
         firsts = torch.tensor(self.first.of(d, es.tolist()))
         context.align_seconds += time.perf_counter() - started
