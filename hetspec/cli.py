@@ -140,7 +140,7 @@ def build_map(
     quiet: Quiet = False,
 ) -> None:
     """Build the byte-exact intersection map of two tokenizers and store the pair in MLflow."""
-    from hetspec.prep.build import build_pair, corpus, most_frequent_unmapped, prepare
+    from hetspec.prep.build import build_pair, corpus, most_frequent_unmapped, prepare, summary
     from hetspec.prep.report import map_plots
     from hetspec.sources import load_tokenizer
     from hetspec.tracking import Store
@@ -165,7 +165,7 @@ def build_map(
         params={"text": text},
         figures=map_plots(pair, sides[0].vocabulary, sides[1].vocabulary),
         tables={"tables/top_unmapped.json": most_frequent_unmapped(pair, sides[0], texts)},
-        note=_note(pair),
+        note=summary(pair),
     )
     folder = Path(output).absolute() if output else stored.artifact_dir
     if as_json:
@@ -194,7 +194,7 @@ def build_affinity(
 ) -> None:
     """Add an affinity kernel to a pair: a new artifact and a new run; the old ones stay."""
     from hetspec.prep.affinity import cosegment, kernel_figures
-    from hetspec.prep.build import extend, prepare
+    from hetspec.prep.build import extend, prepare, summary
     from hetspec.prep.report import kernel_plots
     from hetspec.sources import load_tokenizer
     from hetspec.tracking import Store
@@ -243,7 +243,7 @@ def build_affinity(
         stage="build-affinity",
         params={"prior": prior, "texts": " ".join(names), "smoothing": smoothing, "top": top},
         figures=kernel_plots(new, result),
-        note=_note(new),
+        note=summary(new),
         parent_run=parent or None,
     )
     folder = Path(output).absolute() if output else stored.artifact_dir
@@ -646,16 +646,6 @@ def _map_record(pair: Any, stored: StoredPair, folder: Path) -> dict[str, Any]:
         "corpus": pair.figures["corpus"],
         "seconds": pair.figures["seconds"],
     }
-
-
-def _note(pair: Any) -> str:
-    figures, corpus = pair.figures["map"], pair.figures["corpus"]
-    return (
-        f"- target: {pair.target.style}, {pair.target.text_tokens:,} text tokens\n"
-        f"- drafter: {pair.drafter.style}, {pair.drafter.text_tokens:,} text tokens\n"
-        f"- shared byte for byte: {figures['intersection_count']:,} tokens\n"
-        f"- running text ({corpus['name']}): {100 * corpus['target_covered']:.1f} % of the target's tokens covered\n"
-    )
 
 
 def _show_pair(pair: Any, title: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -22,7 +23,7 @@ def run_demo(
     say: Callable[[str], None],
     out: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Builds the pair, stores it, and compares plain decoding with SLEM and TLI.
+    """Builds the pair, stores it, and compares plain decoding with SLEM, TLI and SLRS.
 
     Args:
         target, drafter: model names.
@@ -35,9 +36,10 @@ def run_demo(
     Returns:
         The measured figures.
     """
-    from hetspec.cli import _note, load_engine
-    from hetspec.prep.build import build_pair, corpus, prepare
-    from hetspec.prep.report import map_plots
+    from hetspec.cli import load_engine
+    from hetspec.prep.affinity import cosegment, kernel_figures
+    from hetspec.prep.build import build_pair, corpus, extend, prepare, summary
+    from hetspec.prep.report import kernel_plots, map_plots
     from hetspec.sources import ensure_packaged, load_tokenizer, named_texts, packaged_names
     from hetspec.tracking import Store
 
@@ -47,13 +49,38 @@ def run_demo(
     store = Store(uri)
     say("reading the tokenizers")
     sides = [prepare(load_tokenizer(name)) for name in (target, drafter)]
-    pair = build_pair(sides[0], sides[1], corpus(named_texts("stdlib")), "stdlib", say)
-    stored = store.log_pair(
+    texts = corpus(named_texts("stdlib"))
+    pair = build_pair(sides[0], sides[1], texts, "stdlib", say)
+    first = store.log_pair(
         pair,
         stage="build-map",
         params={"text": "stdlib"},
         figures=map_plots(pair, sides[0].vocabulary, sides[1].vocabulary),
-        note=_note(pair),
+        note=summary(pair),
+    )
+    say("counting co-segmentations")
+    started = time.perf_counter()
+    result = cosegment(pair.map, sides[0].segmenter, sides[1].segmenter, [text.encode() for text in texts])
+    seconds = time.perf_counter() - started
+    affinity = kernel_figures(result, pair.map, sides[1].vocabulary) | {
+        "texts": "stdlib",
+        "seconds": seconds,
+        "tokens_per_second": result.target_tokens / seconds,
+    }
+    pair = extend(
+        pair,
+        stage="build-affinity",
+        kernels={"cosegment": result.kernel},
+        figures={"affinity": {"cosegment": affinity}},
+        settings={"prior": "cosegment", "texts": ["stdlib"]},
+    )
+    stored = store.log_pair(
+        pair,
+        stage="build-affinity",
+        params={"prior": "cosegment", "texts": "stdlib"},
+        figures=kernel_plots(pair, result),
+        note=summary(pair),
+        parent_run=first.run_id,
     )
     figures = pair.figures["map"]
     out(f"\n{target} ← {drafter}")
@@ -66,9 +93,9 @@ def run_demo(
     out(f"  MLflow run             {stored.run_id}")
     out(f"  artifact               {stored.artifact_dir}\n")
     engine = load_engine(pair, target=target, drafter=drafter, dtype="bfloat16", say=say)
-    results: dict[str, list[Any]] = {"none": [], "slem": [], "tli": []}
+    results: dict[str, list[Any]] = {"none": [], "slem": [], "tli": [], "slrs": []}
     engine.generate(
-        PROMPTS[0], algorithm="slem", num_draft_tokens=num_draft_tokens, max_new_tokens=8, do_sample=False
+        PROMPTS[0], algorithm="slrs", num_draft_tokens=num_draft_tokens, max_new_tokens=8, do_sample=False
     )
     for prompt in PROMPTS:
         for algorithm, runs in results.items():

@@ -12,7 +12,6 @@ import sys
 
 from hetspec.cli import load_engine, quiet_libraries
 from hetspec.errors import HetspecError
-from hetspec.runtime.bench import compare
 from hetspec.sources import named_texts
 from hetspec.tracking import Store, load_pair
 
@@ -41,7 +40,9 @@ def main() -> int:
         "code": code[:: max(1, len(code) // max(1, arguments.code))][: arguments.code],
         "prose": list(PROSE[: arguments.prose]),
     }
-    quiet_libraries()
+    quiet_libraries()  # before torch is imported
+    from hetspec.runtime.bench import compare
+
     try:
         store = Store(arguments.tracking_uri)
         pair = load_pair(

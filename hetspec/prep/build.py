@@ -117,6 +117,17 @@ def extend(
     )
 
 
+def summary(pair: PairArtifact) -> str:
+    """A few lines of markdown about a pair, shown as the description of its run."""
+    figures, corpus = pair.figures["map"], pair.figures["corpus"]
+    return (
+        f"- target: {pair.target.style}, {pair.target.text_tokens:,} text tokens\n"
+        f"- drafter: {pair.drafter.style}, {pair.drafter.text_tokens:,} text tokens\n"
+        f"- shared byte for byte: {figures['intersection_count']:,} tokens\n"
+        f"- running text ({corpus['name']}): {100 * corpus['target_covered']:.1f} % of the target's tokens covered\n"
+    )
+
+
 def corpus(texts: Sequence[str], limit: int = CORPUS_BYTES) -> list[str]:
     """An even sample of texts with about `limit` characters in all; texts longer than that are cut up first."""
     parts = [part for text in texts for part in _blocks(text, limit if len(text) <= limit else limit // 64)]
