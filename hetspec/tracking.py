@@ -59,8 +59,8 @@ METRICS = {
     "accept/tokens_per_target_pass": "committed tokens per pass of the target",
     "speed/tokens_per_second": "median over prompts",
     "speed/ratio_to_plain": "median over prompts of tokens/s against plain decoding",
-    "cost/drafter_forwards_per_candidate": "drafter forwards spent on each candidate",
-    "cost/align_frac": "share of the time spent between the two tokenizers",
+    "accept/drafter_forwards_per_candidate": "drafter forwards spent on each candidate",
+    "speed/align_frac": "share of the time spent between the two tokenizers",
     "cost/build_seconds": "time of the build, tokenizer loading excluded",
     "cost/artifact_bytes": "size of the pair artifact",
 }
@@ -70,8 +70,8 @@ _BENCH_METRICS = {
     "accept/tokens_per_target_pass": "tokens_per_target_pass",
     "speed/tokens_per_second": "tokens_per_second",
     "speed/ratio_to_plain": "ratio_to_plain",
-    "cost/drafter_forwards_per_candidate": "drafter_forwards_per_candidate",
-    "cost/align_frac": "align_share",
+    "accept/drafter_forwards_per_candidate": "drafter_forwards_per_candidate",
+    "speed/align_frac": "align_share",
 }
 TAG_STATE, TAG_KEY, TAG_STAGE, TAG_PARENT = (
     "hetspec.state",

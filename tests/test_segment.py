@@ -78,6 +78,7 @@ def test_the_context_behind_decides_how_the_new_text_is_cut():
     # "ab" is merged first, so no boundary stands before "bc": it is cut as if it stood alone.
     assert side.segmenter.encode(b"abc") == [ab, c]
     assert side.segmenter.encode_after(b"a", b"bc") == [bc]
+    assert side.segmenter.encode_after(b"xa", b"bc") == [bc]
     assert side.segmenter.encode_after(b"ab", b"c") == [c]
     assert side.segmenter.encode_after(b"", b"abc") == [ab, c]
     assert side.segmenter.encode_after(b"a", b"") == []
