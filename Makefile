@@ -14,7 +14,7 @@ demo: setup
 	$(BIN)/hetspec demo
 
 test: setup
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n auto
 
 test-slow: setup fetch
 	$(BIN)/python -m pytest -q -m slow

@@ -165,6 +165,16 @@ fragments = st.sampled_from(
 byte_strings = st.one_of(st.binary(max_size=24), st.lists(fragments, max_size=12).map(b"".join))
 
 
+# The metrics of a built map, which no other stage may add to or take from.
+MAP_METRICS = {
+    *(f"vocab/{side}_{what}" for side in ("target", "drafter") for what in ("rows", "text_tokens")),
+    *("map/intersection_count", "map/target_frac", "map/drafter_frac", "map/first_frac"),
+    *("map/duplicates_count", "map/controls_mapped_count"),
+    *("corpus/target_covered_frac", "corpus/drafter_covered_frac"),
+    *("cost/build_seconds", "cost/artifact_bytes"),
+}
+
+
 # -- pairs ---------------------------------------------------------------------------------------------------
 
 TARGET = Toy([b"a", b"b", b"c", b"ab", b"ba", b"abc"], rows=9)
