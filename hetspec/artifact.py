@@ -143,6 +143,29 @@ class VocabularyMap:
         if not np.array_equal(reachable, self.t2d >= 0):
             raise InvalidArtifact("map: a mapped target id has no preferred preimage.", REBUILD)
 
+    def widened(self, target_rows: int, drafter_rows: int) -> VocabularyMap:
+        """The map for models with other numbers of padding rows than it was built with.
+
+        Raises:
+            StaleArtifact: a mapped id has no row.
+        """
+
+        def fit(array: np.ndarray, rows: int, limit: int) -> np.ndarray:
+            if (array[rows:] >= 0).any() or (array >= limit).any():
+                raise StaleArtifact(
+                    f"the map names ids beyond the models' {target_rows:,} target and {drafter_rows:,} drafter rows.",
+                    REBUILD,
+                )
+            return np.concatenate([array[:rows], np.full(max(0, rows - len(array)), -1, dtype=np.int32)])
+
+        if (target_rows, drafter_rows) == (len(self.t2d), len(self.d2t)):
+            return self
+        return VocabularyMap(
+            d2t=fit(self.d2t, drafter_rows, target_rows),
+            t2d=fit(self.t2d, target_rows, drafter_rows),
+            first=fit(self.first, drafter_rows, target_rows),
+        )
+
 
 @dataclass(frozen=True)
 class Kernel:

@@ -196,7 +196,7 @@ def build_affinity(
     from hetspec.prep.affinity import cosegment, kernel_figures
     from hetspec.prep.build import extend, prepare, summary
     from hetspec.prep.report import kernel_plots
-    from hetspec.sources import load_tokenizer
+    from hetspec.sources import hub_commit, load_tokenizer
     from hetspec.tracking import Store
 
     if prior != "cosegment":
@@ -209,7 +209,10 @@ def build_affinity(
     store = Store(tracking_uri or None)
     old, _, parent = _load(pair, tracking_uri)
     say(f"reading the tokenizers of {old.target.name} and {old.drafter.name}")
-    target, drafter = (prepare(load_tokenizer(identity.name)) for identity in (old.target, old.drafter))
+    target, drafter = (
+        prepare(load_tokenizer(side.name, revision=hub_commit(side.revision)))
+        for side in (old.target, old.drafter)
+    )
     old.require(target.vocabulary, drafter.vocabulary)
     with _progress(sum(map(len, texts)), "counting co-segmentations", silent=as_json or quiet) as progress:
         started = time.perf_counter()
@@ -362,11 +365,15 @@ def verify(
 ) -> None:
     """Check a stored pair: files, invariants, and both tokenizers by fingerprint. Exit code 3 if unsound."""
     from hetspec.prep.build import prepare
-    from hetspec.sources import load_tokenizer
+    from hetspec.sources import hub_commit, load_tokenizer
 
     artifact, folder, _ = _load(pair, tracking_uri)
     names = (target or artifact.target.name, drafter or artifact.drafter.name)
-    sides = [prepare(load_tokenizer(name)) for name in names]
+    revisions = (
+        None if target else hub_commit(artifact.target.revision),
+        None if drafter else hub_commit(artifact.drafter.revision),
+    )
+    sides = [prepare(load_tokenizer(n, revision=r)) for n, r in zip(names, revisions, strict=True)]
     artifact.require(sides[0].vocabulary, sides[1].vocabulary)
     _verify_map(artifact, sides)
     if as_json:
@@ -456,7 +463,7 @@ def generate(
         if len(pair) == 1 and not Path(pair[0]).is_dir()
         else pair
     )
-    artifact, _, _ = _load(names, tracking_uri)
+    artifact, _, _ = _load(names, tracking_uri, prefer="kernel-cosegment")
     engine = load_engine(
         artifact,
         target=target,
@@ -548,20 +555,23 @@ def load_engine(
     import torch
 
     from hetspec.runtime.generate import Engine
-    from hetspec.sources import load_model, load_tokenizer
+    from hetspec.sources import hub_commit, load_model, load_tokenizer
 
     for name in (device, draft_device):
         if name != "cpu" and not (name.startswith("cuda") and torch.cuda.is_available()):
             raise InvalidInput(f"device {name!r} is not available.", "Use --device cpu.")
+    # A model named here is taken as it is; a recorded one at the recorded revision. Its tokenizer is checked anyway.
+    target_at = None if target else hub_commit(artifact.target.revision)
+    drafter_at = None if drafter else hub_commit(artifact.drafter.revision)
     target, drafter = target or artifact.target.name, drafter or artifact.drafter.name
     say(f"loading {target}" + (f" and {drafter}" if with_drafter else ""))
     kind = getattr(torch, dtype)
     return Engine(
-        load_model(target, dtype=kind, device=device),
-        load_model(drafter, dtype=kind, device=draft_device) if with_drafter else None,
+        load_model(target, dtype=kind, device=device, revision=target_at),
+        load_model(drafter, dtype=kind, device=draft_device, revision=drafter_at) if with_drafter else None,
         artifact,
-        target_tokenizer=load_tokenizer(target),
-        drafter_tokenizer=load_tokenizer(drafter) if with_drafter else None,
+        target_tokenizer=load_tokenizer(target, revision=target_at),
+        drafter_tokenizer=load_tokenizer(drafter, revision=drafter_at) if with_drafter else None,
     )
 
 
@@ -607,7 +617,7 @@ def _texts(name: str) -> list[str]:
     return named_texts(name)
 
 
-def _load(reference: list[str], uri: str) -> tuple[Any, Path, str]:
+def _load(reference: list[str], uri: str, prefer: str = "") -> tuple[Any, Path, str]:
     """A pair by what the user typed: (artifact, directory, run id or "")."""
     from hetspec.artifact import PairArtifact
 
@@ -620,7 +630,7 @@ def _load(reference: list[str], uri: str) -> tuple[Any, Path, str]:
         )
     from hetspec.tracking import find_pair
 
-    found: Path | StoredPair = find_pair(*reference, uri=uri or None)
+    found: Path | StoredPair = find_pair(*reference, uri=uri or None, prefer=prefer)
     if isinstance(found, Path):
         return PairArtifact.from_pretrained(found), found.absolute(), ""
     return PairArtifact.from_pretrained(found.artifact_dir), found.artifact_dir, found.run_id

@@ -181,6 +181,15 @@ def begins_text_with(tokenizer: Tokenizer) -> list[int]:
     return ids
 
 
+def untruncated(tokenizer: Tokenizer) -> Tokenizer:
+    """The tokenizer, or a copy of it without truncation and padding (settings of earlier calls, not of the text)."""
+    if not (tokenizer.truncation or tokenizer.padding):
+        return tokenizer
+    return Tokenizer.from_str(
+        json.dumps({**json.loads(tokenizer.to_str()), "truncation": None, "padding": None})
+    )
+
+
 def _without_context(tokenizer: Tokenizer, vocabulary: Vocabulary) -> Tokenizer:
     """The tokenizer, or a copy of it with truncation, padding and dummy prefix taken out where it has any."""
     if not (vocabulary.adds_prefix_space or tokenizer.truncation or tokenizer.padding):

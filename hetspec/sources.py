@@ -89,6 +89,11 @@ def packaged_names() -> dict[str, str]:
     return {name: spec.description for name, spec in PACKAGED.items()}
 
 
+def hub_commit(revision: str) -> str | None:
+    """The revision to load a recorded source at: a hub commit; None for files and packages, which pin themselves."""
+    return revision if re.fullmatch(r"[0-9a-f]{40}", revision) else None
+
+
 def load_tokenizer(
     name: str, *, revision: str | None = None, local_files_only: bool = False
 ) -> TokenizerSource:

@@ -329,7 +329,7 @@ class Store:
 
 
 def find_pair(
-    reference: str, drafter: str | None = None, *, uri: str | None = None, part: str = ""
+    reference: str, drafter: str | None = None, *, uri: str | None = None, part: str = "", prefer: str = ""
 ) -> StoredPair | Path:
     """What a user calls a pair, resolved: a directory, a run id, ``runs:/<id>/pair``, or two names.
 
@@ -338,6 +338,7 @@ def find_pair(
         drafter: the drafter's name, where `reference` is the target's.
         uri: the tracking store.
         part: a part the pair must have ("kernel-cosegment", …); the newest such run is taken.
+        prefer: a part it should have, if any run of the two names has it.
 
     Raises:
         ArtifactNotFound: nothing under that name.
@@ -360,7 +361,8 @@ def find_pair(
                 f"the name {name!r} has a quote in it.", "Give the pair's directory or run id."
             )
     store = Store(uri)
-    found = store.pairs(reference, drafter, part, limit=1)
+    found = store.pairs(reference, drafter, prefer, limit=1) if prefer and not part else []
+    found = found or store.pairs(reference, drafter, part, limit=1)
     if not found:
         what = f"with {part} " if part else ""
         raise ArtifactNotFound(
@@ -378,15 +380,15 @@ def load_pair(
     Args:
         reference: a directory, a run id, ``"runs:/<id>/pair"``, or ``(target, drafter)`` names.
         uri: the MLflow tracking store; by default the usual one.
-        part: a part it must have.
+        part: a part it must have; without one, names lead to the newest run with a kernel, if there is one.
 
     Raises:
         ArtifactNotFound, InvalidArtifact: see the messages.
     """
     if isinstance(reference, tuple):
-        found = find_pair(reference[0], reference[1], uri=uri, part=part)
+        found = find_pair(reference[0], reference[1], uri=uri, part=part, prefer="kernel-cosegment")
     else:
-        found = find_pair(str(reference), uri=uri, part=part)
+        found = find_pair(str(reference), uri=uri, part=part, prefer="kernel-cosegment")
     return PairArtifact.from_pretrained(found if isinstance(found, Path) else found.artifact_dir)
 
 

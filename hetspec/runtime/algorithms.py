@@ -100,11 +100,9 @@ class SLEM:
         """Drafts `n` drafter tokens and re-tokenises their bytes; see `Algorithm.propose`."""
         end: list[int] = []
         for i in range(n):
-            d = (
-                self._first(context, behind)
-                if i == 0
-                else int(laws.argmax(context.next_logits(), "the drafter"))
-            )
+            if not context.can_read():
+                break
+            d = self._first(context, behind) if i == 0 else self._best(context)
             if d < 0:  # the last committed token was replaced by a longer one, which is the first draft
                 continue
             if d >= len(self.drafter.pieces) or not self.drafter.pieces[d]:
@@ -118,16 +116,24 @@ class SLEM:
             end = []
         if not whole:
             return Proposal(end)
-        return Proposal(self.segmenter.encode_after(self._bytes_behind(behind), whole) + end)
+        started = time.perf_counter()
+        candidates = self.segmenter.encode_after(self._bytes_behind(behind), whole)
+        context.align_seconds += time.perf_counter() - started
+        return Proposal(candidates + end)
+
+    @staticmethod
+    def _best(context: DrafterContext) -> int:
+        return int(laws.argmax(context.next_logits(), "the drafter"))
 
     def _first(self, context: DrafterContext, behind: list[int]) -> int:
         """The first drafted token; −1 if it went into the place of the last committed one."""
         d = context.replaceable()
-        longer = (
-            self.longer.of(self.drafter.pieces[d]) if d >= 0 and self.target.bytes_of(behind[-1]) else None
+        healable = (
+            d >= 0 and self.target.bytes_of(behind[-1]) and self.drafter.bytes_of(d) and context.can_read(2)
         )
-        if longer is None or not len(longer):
-            return int(laws.argmax(context.next_logits(), "the drafter"))
+        longer = self.longer.of(self.drafter.pieces[d]) if healable else ()
+        if not len(longer):
+            return self._best(context)
         before, after = context.last_logits(2)
         best, where = before[longer].max(dim=0)
         e = int(longer[where])
@@ -140,11 +146,7 @@ class SLEM:
     def _bytes_behind(self, behind: list[int]) -> bytes:
         """The bytes of the last few committed tokens, back to the last control token."""
         start = len(behind)
-        while (
-            start > 0
-            and behind[start - 1] < len(self.target.pieces)
-            and self.target.pieces[behind[start - 1]]
-        ):
+        while start > 0 and self.target.bytes_of(behind[start - 1]):
             start -= 1
         return self.target.spell(behind[start:])
 
@@ -229,6 +231,8 @@ class KernelDraft:
         before, logits = self._open(context, behind)
         while len(ids) < n:
             if logits is None:
+                if not context.can_read():
+                    break
                 logits = context.next_logits()
             q = laws.law(logits, s.draft_warping, "the drafter")
             # 1. The law of the candidate; all of it is fixed before the candidate is drawn.
@@ -258,7 +262,12 @@ class KernelDraft:
     def _open(self, context: DrafterContext, behind: list[int]) -> tuple[Before | None, Tensor | None]:
         """The law before the last committed token, where healing can use it; it comes with the first forward."""
         d = context.replaceable()
-        if self.healing is None or d < 0 or not self.settings.target.bytes_of(behind[-1]):
+        if (
+            self.healing is None
+            or d < 0
+            or not self.settings.target.bytes_of(behind[-1])
+            or not context.can_read(2)
+        ):
             return None, None
         rows = context.last_logits(2)
         return Before(laws.law(rows[0], self.settings.draft_warping, "the drafter"), d, behind[-1]), rows[1]
@@ -369,9 +378,11 @@ class LookAhead:
     def read(self, context: DrafterContext, q: Tensor, draft_warping: Warping) -> Ahead | None:
         """Looks ahead on the likeliest token; None where it cannot matter. Leaves the token in the context."""
         d = int(q.argmax())
-        piece = context.pieces[d] if d < len(context.pieces) else b""
+        piece = context.vocabulary.bytes_of(d)
         image = int(self.first.image[d])
         if not piece or image < 0 or self.certainty[d] >= self.threshold or not self.first.extends(piece):
+            return None
+        if not context.can_read(2):
             return None
         context.push(d)
         logits = context.next_logits()

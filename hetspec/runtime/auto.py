@@ -7,18 +7,15 @@ mixing them leaves the output's law as it is.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from hetspec.runtime.algorithms import Algorithm
 from hetspec.runtime.context import DrafterContext
-from hetspec.runtime.plan import DraftLength
+from hetspec.runtime.plan import DraftLength, Step
 from hetspec.runtime.rng import Rng
 from hetspec.runtime.verify import Proposal
 
-if TYPE_CHECKING:
-    from hetspec.runtime.decode import Decoder
-
 WARM_UP_STEPS = 3  # with each algorithm
+PROBE_EVERY = 32  # steps between two looks at the algorithm tried least
 FORGET = 0.9  # weight kept by the past at each step of an algorithm
 
 
@@ -70,12 +67,13 @@ class AutoChoice:
         for name in self.algorithms:
             self.records.setdefault(name, Record())
         self.current = next(iter(self.algorithms))
-        self._last = (0.0, 0)  # seconds and drafter forwards when the last step ended
+        self._steps = 0
 
     def choose(self) -> int:
         """Picks the algorithm of the coming step and returns its draft length."""
+        self._steps += 1
         fewest = min(self.algorithms, key=lambda name: self.records[name].steps)
-        if self.records[fewest].steps < WARM_UP_STEPS:
+        if self.records[fewest].steps < WARM_UP_STEPS or self._steps % PROBE_EVERY == 0:
             self.current = fewest
         else:
             self.current = max(self.algorithms, key=lambda name: self.records[name].rate)
@@ -85,16 +83,14 @@ class AutoChoice:
         """Drafts with the picked algorithm."""
         return self.algorithms[self.current].propose(context, behind, n, rng)
 
-    def observe(self, decoder: Decoder, proposed: int, accepted: int) -> None:
+    def observe(self, step: Step) -> None:
         """Takes note of a finished step."""
-        self.plans[self.current].observe(decoder, proposed, accepted)
-        forwards = decoder.context.row.forwards if decoder.context is not None else 0
-        now = (decoder.stats.total_seconds, forwards)
-        spent = now[0] - self._last[0] if self.measure else 1 + self.cost * (now[1] - self._last[1])
-        first = decoder.stats.steps == 1  # it also read the prompts
-        self._last = now
-        if not first:
-            self.records[self.current].add(accepted + 1, spent)
+        if not step.drafted:
+            return
+        self.plans[self.current].observe(step)
+        if not step.first:
+            spent = step.seconds if self.measure else 1 + self.cost * step.drafter_forwards
+            self.records[self.current].add(step.accepted + 1, spent)
 
     @property
     def reason(self) -> str:

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from hetspec.runtime import laws
+from hetspec.runtime.algorithms import BEHIND_TOKENS
 from hetspec.runtime.decode import DecodeStats
 from hetspec.runtime.generate import Engine, GenerateOutput
 from hetspec.runtime.rng import TorchRng
@@ -107,27 +108,36 @@ def compare(
             )
         text = outputs[contestants[0].name][-1].new_ids
         for contestant in contestants[1:]:
-            direct[contestant.name] += direct_acceptance(engine, prompt, text, contestant, sampling)
+            direct[contestant.name] += direct_acceptance(
+                engine, prompt, text, contestant, sampling, num_draft_tokens
+            )
     plain = outputs[contestants[0].name]
     return [_row(c, outputs[c.name], direct[c.name], plain, greedy=temperature == 0) for c in contestants]
 
 
 def direct_acceptance(
-    engine: Engine, prompt: Any, text: Sequence[int], contestant: Contestant, sampling: dict[str, Any]
+    engine: Engine,
+    prompt: Any,
+    text: Sequence[int],
+    contestant: Contestant,
+    sampling: dict[str, Any],
+    num_draft_tokens: int,
 ) -> list[float]:
     """Acceptance of the first candidate after every prefix of `text`, from the laws alone.
 
     `Σ min(p, π)` where the contestant has laws, `p(candidate)` for guesses; at temperature 0, 1.0 where the
     candidate is the target's argmax. Prefixes with no candidate count 0.
     """
-    decoder = engine.decoder(prompt, num_draft_tokens=1, seed=0, **sampling, **contestant.options)
+    decoder = engine.decoder(prompt, seed=0, **sampling, **contestant.options)
     context, ids = decoder.context, decoder.ids
     assert context is not None
     logits = decoder.target.forward([*ids, *text], keep=len(text) + 1)[:-1]
     rng = TorchRng(0)
     values = []
     for t, row in zip(text, logits, strict=True):
-        proposal = decoder.algorithm.propose(context, ids[-8:], 1, rng)
+        # One law is enough to judge; a guess is cut short if the drafter may not go on.
+        n = num_draft_tokens if decoder.algorithm.name == "slem" else 1
+        proposal = decoder.algorithm.propose(context, ids[-BEHIND_TOKENS:], n, rng)
         if not proposal.ids:
             values.append(0.0)
         elif decoder.warping.greedy:
@@ -137,7 +147,7 @@ def direct_acceptance(
             guess = proposal.laws is None
             values.append(float(p[proposal.ids[0]]) if guess else float(laws.acceptance(p, proposal.laws[0])))  # type: ignore[index]
         ids = [*ids, t]
-        context.commit(engine.target.vocabulary.spell([t]))
+        context.commit_ids([t], engine.target.vocabulary)
     return values
 
 

@@ -8,13 +8,13 @@ with the context: only the last few tokens are ever re-encoded.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from torch import Tensor
 
-from hetspec.errors import UnsupportedModel
 from hetspec.runtime.models import Row
-from hetspec.segment import Segmenter
+from hetspec.segment import Segmenter, unfinished_utf8
+from hetspec.vocab import Vocabulary
 
 BACK_TOKENS = 8  # how far re-encoding may go back to reach the start of a word
 SPACES = b" \t\n\r"
@@ -27,22 +27,44 @@ class DrafterContext:
         row: the drafter's sequence.
         segmenter: of the drafter's tokenizer.
         prefix: ids before the text (BOS, or a prompt of the drafter's own); never re-encoded.
+        sticky: how many of them stay when the window is full; by default all.
+        controls: target control id -> drafter control id.
     """
 
-    def __init__(self, row: Row, segmenter: Segmenter, prefix: list[int]) -> None:
+    def __init__(
+        self,
+        row: Row,
+        segmenter: Segmenter,
+        prefix: list[int],
+        *,
+        sticky: int | None = None,
+        controls: Mapping[int, int] | None = None,
+    ) -> None:
         self.row = row
         self.segmenter = segmenter
-        self.pieces = segmenter.vocabulary.pieces
+        self.vocabulary = segmenter.vocabulary
         self.ids: list[int] = list(prefix)
         self.ends: list[int] = [0] * len(prefix)  # bytes of text up to and including each id
         self.text = bytearray()  # the committed bytes
         self.unspelled_bytes = 0
         self.align_seconds = 0.0
-        self._prefix = len(prefix)
+        self.controls = dict(controls or {})
+        self._sticky = len(prefix) if sticky is None else sticky
+        self._base = 0  # bytes of text before the first id after the sticky ones
         self._fixed = len(prefix)  # ids before this one are never re-encoded
         self._committed = len(prefix)  # ids before this one are committed, the rest is drafted
 
     # -- drafting --------------------------------------------------------------------------------------
+
+    def can_read(self, more: int = 1) -> bool:
+        """Whether the drafter can be asked for what comes next, with room for `more` ids after it.
+
+        An empty context gives nothing to predict from. A full window forgets the oldest half of the committed
+        text; if even that leaves no room (the drafted tokens fill it), drafting has to stop.
+        """
+        if len(self.ids) + more > self.row.max_length:
+            self._slide()
+        return len(self.ids) > 0 and len(self.ids) + more <= self.row.max_length
 
     def next_logits(self) -> Tensor:
         """Logits [V_d] for the token after everything in the context, drafted tokens included.
@@ -53,31 +75,26 @@ class DrafterContext:
 
     def last_logits(self, keep: int) -> Tensor:
         """Logits [keep, V_d] after each of the last `keep` ids; re-reads those of them it has read already."""
-        if len(self.ids) >= self.row.max_length:
-            self._slide()
         self.row.crop(len(self.ids) - keep)
         return self.row.forward(self.ids[self.row.length :], keep=keep)
 
-    @property
-    def readable(self) -> bool:
-        """Whether there is anything to predict from (an empty text without BOS gives nothing)."""
-        return bool(self.ids)
-
     def push(self, d: int) -> None:
         """Appends a drafted token."""
+        end = self._offset(len(self.ids)) + len(self.vocabulary.bytes_of(d))
         self.ids.append(d)
-        self.ends.append((self.ends[-1] if self.ends else 0) + len(self.pieces[d]))
+        self.ends.append(end)
 
     @property
     def drafted(self) -> bytes:
         """The drafted bytes after the committed text."""
-        start = self.ends[self._committed - 1] if self._committed else 0
-        return self.segmenter.vocabulary.spell(self.ids[self._committed :])[len(self.text) - start :]
+        start = self._offset(self._committed)
+        return self.vocabulary.spell(self.ids[self._committed :])[len(self.text) - start :]
 
     def replaceable(self) -> int:
         """The last committed drafter token if nothing was drafted after it and it may be replaced, else −1."""
         last = len(self.ids) - 1
-        return self.ids[last] if len(self.ids) == self._committed and max(self._fixed, 1) <= last else -1
+        whole = len(self.ids) == self._committed and self._offset(len(self.ids)) == len(self.text)
+        return self.ids[last] if whole and max(self._fixed, self._sticky, 1) <= last else -1
 
     def pop(self) -> None:
         """Takes the last token out of the context."""
@@ -94,6 +111,17 @@ class DrafterContext:
 
     # -- committing ------------------------------------------------------------------------------------
 
+    def commit_ids(self, ids: Iterable[int], target: Vocabulary) -> None:
+        """Takes over committed target ids: their bytes, and control tokens by role."""
+        parts = spell_prompt(target.pieces, ids, self.controls)
+        for part in parts:
+            if isinstance(part, bytes):
+                self.commit(part)
+            else:
+                self.commit_control(part)
+        if not parts:
+            self.commit(b"")
+
     def commit(self, new: bytes) -> None:
         """Takes over the bytes of a step: keeps the drafted tokens that spell them, encodes the rest.
 
@@ -103,8 +131,9 @@ class DrafterContext:
         started = time.perf_counter()
         self.text += new
         self._keep_drafted()
-        if (self.ends[-1] if self.ends else 0) < len(self.text):
-            self._encode_tail()
+        end = len(self.text) - self._held_back()
+        if self._offset(len(self.ids)) < end:
+            self._encode_tail(end)
         self._committed = len(self.ids)
         self.align_seconds += time.perf_counter() - started
 
@@ -114,23 +143,33 @@ class DrafterContext:
         self.push(d)
         self._committed = self._fixed = len(self.ids)
 
+    def _offset(self, index: int) -> int:
+        """Bytes of text before the id at `index`."""
+        return self.ends[index - 1] if index > self._sticky else self._base
+
+    def _held_back(self) -> int:
+        """Bytes of an unfinished character at the end of the text that the drafter has no byte tokens for."""
+        count = unfinished_utf8(bytes(self.text[-4:]))
+        tail = self.text[len(self.text) - count :]
+        return 0 if all(bytes([b]) in self.vocabulary.ids_by_bytes for b in tail) else count
+
     def _keep_drafted(self) -> None:
         """Cuts the drafted tokens at the first that is not wholly inside the committed text."""
-        start = self.ends[self._committed - 1] if self._committed else 0
+        start = self._offset(self._committed)
         keep = self._committed
         while keep < len(self.ids):
-            piece = self.pieces[self.ids[keep]]
+            piece = self.vocabulary.bytes_of(self.ids[keep])
             if not piece or self.text[start : start + len(piece)] != piece:
                 break
             start += len(piece)
             keep += 1
         self._cut(keep)
 
-    def _encode_tail(self) -> None:
-        """Encodes the uncovered end of the text, from the start of its last word on."""
+    def _encode_tail(self, end: int) -> None:
+        """Encodes the text up to byte `end` from the start of its last word on."""
         start = self._word_start()
-        begin = self.ends[start - 1] if start else 0
-        tail = bytes(self.text[begin:])
+        begin = self._offset(start)
+        tail = bytes(self.text[begin:end])
         ids = self.segmenter.encode(tail)
         ends = self.segmenter.ends(tail, ids)
         same = start
@@ -139,28 +178,28 @@ class DrafterContext:
         self._cut(same)
         self.ids += ids[same - start :]
         if ends is not None:
-            self.ends += [begin + int(end) for end in ends[same - start :]]
+            self.ends += [begin + int(e) for e in ends[same - start :]]
+            return
+        # The drafter spells this stretch differently (a normaliser, a missing byte token): one block, never cut inside.
+        self.unspelled_bytes += end - begin
+        self.ends += [end] * (len(self.ids) - len(self.ends))
+        if len(self.ids) > self._sticky:
+            self.ends[-1] = end
         else:
-            # The drafter cannot spell this text (a normaliser, a missing byte token): one block, never cut inside.
-            self.unspelled_bytes += max(0, len(tail) - len(self.segmenter.vocabulary.spell(ids)))
-            self.ends += [len(self.text)] * (len(self.ids) - len(self.ends))
-            if self.ends:
-                self.ends[-1] = len(self.text)
-            self._fixed = len(self.ids)
+            self._base = end
+        self._fixed = len(self.ids)
 
     def _word_start(self) -> int:
         """Index of the token re-encoding starts at: the last one that begins a word, if it is near."""
         lowest = max(self._fixed, len(self.ids) - BACK_TOKENS)
-        for i in range(len(self.ids) - 1, lowest - 1, -1):
-            piece = self.pieces[self.ids[i]]
-            if piece[:1] and piece[0] in SPACES:
-                while (
-                    i > lowest
-                    and self.pieces[self.ids[i]].strip(SPACES) == b""
-                    and (self.pieces[self.ids[i - 1]][-1:].strip(SPACES) == b"")
-                ):
-                    i -= 1  # a run of white space is one pre-token
-                return i
+        pieces = [self.vocabulary.bytes_of(d) for d in self.ids[lowest:]]
+        for i in range(len(pieces) - 1, -1, -1):
+            if pieces[i][:1].strip(SPACES) or not pieces[i]:
+                continue
+            # A run of white space is one pre-token: go back to its beginning.
+            while i > 0 and not pieces[i].strip(SPACES) and not pieces[i - 1][-1:].strip(SPACES):
+                i -= 1
+            return lowest + i
         return max(self._fixed, len(self.ids) - 2)
 
     def _cut(self, length: int) -> None:
@@ -169,25 +208,21 @@ class DrafterContext:
         self.row.crop(length)
 
     def _slide(self) -> None:
-        """Forgets the oldest half of the text when the drafter's window is full; its prefix stays."""
-        keep = (self.row.max_length - self._prefix) // 2
-        if keep < 1:
-            raise UnsupportedModel(
-                f"the drafter's window of {self.row.max_length} positions is filled by its own prompt.",
-                "Use a drafter with a longer context.",
-            )
-        dropped = len(self.ids) - self._prefix - keep
+        """Forgets the oldest half of the committed text; what begins every text, and the drafted tokens, stay."""
+        keep = max(2, (self.row.max_length - self._sticky) // 2)
+        dropped = min(len(self.ids) - self._sticky - keep, self._committed - self._sticky - 1)
         if dropped <= 0:
             return
-        self.row.crop(self._prefix)
-        del self.ids[self._prefix : self._prefix + dropped]
-        del self.ends[self._prefix : self._prefix + dropped]
-        self._committed = max(self._prefix, self._committed - dropped)
-        self._fixed = max(self._prefix, self._fixed - dropped)
+        self._base = self._offset(self._sticky + dropped)
+        self.row.crop(self._sticky)
+        del self.ids[self._sticky : self._sticky + dropped]
+        del self.ends[self._sticky : self._sticky + dropped]
+        self._committed -= dropped
+        self._fixed = max(self._sticky, self._fixed - dropped)
 
 
 def spell_prompt(
-    target_pieces: tuple[bytes, ...], ids: Iterable[int], t2d: dict[int, int]
+    target_pieces: tuple[bytes, ...], ids: Iterable[int], t2d: Mapping[int, int]
 ) -> list[bytes | int]:
     """Target ids as runs of bytes and drafter control ids (mapped by role); other control tokens are left out.
 

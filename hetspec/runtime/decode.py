@@ -10,11 +10,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hetspec.runtime.algorithms import BEHIND_TOKENS, Algorithm
-from hetspec.runtime.auto import AutoChoice
 from hetspec.runtime.context import DrafterContext
 from hetspec.runtime.laws import Warping
 from hetspec.runtime.models import Row
-from hetspec.runtime.plan import DraftLength
+from hetspec.runtime.plan import DraftLength, Step
 from hetspec.runtime.rng import Rng
 from hetspec.runtime.verify import Proposal, Verdict, verify
 from hetspec.vocab import Vocabulary
@@ -31,8 +30,8 @@ class DecodeStats:
             counts as proposed at its place only if all before it were accepted.
         new_tokens: committed ids.
         target_forwards, drafter_forwards: calls of the models.
-        drafter_tokens: ids the drafter has read; it never reads its context twice.
-        unspelled_bytes: bytes of the text the drafter's tokenizer cannot spell.
+        drafter_tokens: ids the drafter has read; only the last few of its context are ever read again.
+        unspelled_bytes: length of the stretches of text that the drafter's tokenizer spells differently.
         seconds: of "target", "drafter", "verify", "align" (text between the two tokenizers) and "other".
         stop_reason: "eos", "length" or "context".
         choice: what "auto" picked, and why.
@@ -152,6 +151,8 @@ class Decoder:
         self.ids = list(prompt)
         self.prompt_length = len(prompt)
         self.stats = DecodeStats()
+        if context is not None:
+            self.stats.total_seconds = context.align_seconds  # of the prompt
 
     @property
     def done(self) -> bool:
@@ -166,10 +167,12 @@ class Decoder:
     def step(self) -> list[int]:
         """Drafts, verifies and commits once; returns the committed ids."""
         started = time.perf_counter()
+        before = self._readings()
         room = min(
             self.max_new_tokens - len(self.new_ids), self.target.max_length - len(self.ids)
         )  # tokens that may still be committed
-        proposal = self._propose(room - 1)
+        drafted = self.context is not None and room > 1
+        proposal = self._propose(room - 1) if drafted else Proposal()
         feed = self.ids[self.target.length :] + proposal.ids
         logits = self.target.forward(feed, keep=len(proposal.ids) + 1)
         verifying = time.perf_counter()
@@ -186,18 +189,36 @@ class Decoder:
             full = len(self.ids) >= self.target.max_length and len(self.new_ids) < self.max_new_tokens
             self.stats.stop_reason = "context" if full else "length"
         elif self.context is not None:
-            self.context.commit(self.vocabulary.spell(committed))
-        self.stats.total_seconds += time.perf_counter() - started
+            self.context.commit_ids(committed, self.vocabulary)
+        seconds = time.perf_counter() - started
+        self.stats.total_seconds += seconds
         self._settle_times()
-        self.plan.observe(self, len(proposal.ids), verdict.accepted)
-        if isinstance(self.plan, AutoChoice):
-            self.stats.choice = self.plan.reason
+        after = self._readings()
+        self.plan.observe(
+            Step(
+                first=self.stats.steps == 1,
+                drafted=drafted,
+                proposed=len(proposal.ids),
+                accepted=verdict.accepted,
+                seconds=seconds,
+                target_seconds=after[0] - before[0],
+                drafter_seconds=after[1] - before[1],
+                drafter_forwards=int(after[2] - before[2]),
+            )
+        )
+        self.stats.choice = self.plan.reason
         return committed
+
+    def _readings(self) -> tuple[float, float, int]:
+        """Seconds of the target and of the drafter so far, and the drafter's forwards."""
+        if self.context is None:
+            return self.target.seconds, 0.0, 0
+        row = self.context.row
+        return self.target.seconds, row.seconds, row.forwards
 
     def _propose(self, most: int) -> Proposal:
         """Candidates for this step, at most `most` of them."""
-        if self.context is None or most < 1 or not self.context.readable:
-            return Proposal()
+        assert self.context is not None
         n = min(self.plan.choose(), most)
         if n < 1:
             return Proposal()

@@ -53,7 +53,7 @@ class EnumeratedSLRS:
         s = self.settings
         ids: list[int] = []
         proposal_laws: list[Tensor] = []
-        while len(ids) < n:
+        while len(ids) < n and context.can_read(self.length):
             psi = self.psi(context)
             total = float(psi.sum())
             if not total > 0:

@@ -6,7 +6,9 @@ to the decoding loop.
 
 from __future__ import annotations
 
+import codecs
 import functools
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,7 +32,7 @@ from hetspec.runtime.algorithms import (
 )
 from hetspec.runtime.auto import AutoChoice, Record
 from hetspec.runtime.boundaries import FirstTarget, LongerTokens
-from hetspec.runtime.context import DrafterContext, spell_prompt
+from hetspec.runtime.context import DrafterContext
 from hetspec.runtime.decode import Decoder, DecodeStats
 from hetspec.runtime.enumerated import EnumeratedSLRS
 from hetspec.runtime.laws import Warping
@@ -72,17 +74,24 @@ SLRS_FORMS = ("lookahead", "first", "enumerated")
 
 
 class PairTools:
-    """What the algorithms share for one pair: kernels on the device and boundary tables, kept across prompts."""
+    """What the algorithms share for one pair: map, kernels and boundary tables, kept across prompts.
+
+    The map is fitted to the models' rows, which may be padded otherwise than the pair was built with.
+    """
 
     def __init__(self, pair: PairArtifact, target: Side, drafter: Side) -> None:
-        self._pair, self._target, self._drafter = pair, target, drafter
-        width = pair.target.rows
-        self.intersection = TargetKernel.from_map(pair.map.d2t, width)
-        self.first_kernel = TargetKernel.from_map(pair.map.first, width)
+        self._target, self._drafter = target, drafter
+        width, drafter_rows = target.vocabulary.rows, drafter.vocabulary.rows
+        self.map = pair.map.widened(width, drafter_rows)
+        self.intersection = TargetKernel.from_map(self.map.d2t, width)
+        self.first_kernel = TargetKernel.from_map(self.map.first, width)
         stored = pair.kernels.get("cosegment")
         self.cosegment = None if stored is None else TargetKernel.from_kernel(stored, width)
         # Without a stored kernel nothing is known about a token's image, so every position may look ahead.
-        self.certainty = np.zeros(pair.drafter.rows) if stored is None else stored.weight_of(pair.map.first)
+        self.certainty = np.zeros(drafter_rows)
+        if stored is not None:
+            known = stored.weight_of(pair.map.first)[:drafter_rows]
+            self.certainty[: len(known)] = known
 
     @functools.cached_property
     def longer(self) -> LongerTokens:
@@ -93,7 +102,7 @@ class PairTools:
     def first(self) -> FirstTarget:
         """The cached F."""
         return FirstTarget(
-            self._pair.map, self._target.vocabulary, self._drafter.vocabulary, self._target.segmenter
+            self.map, self._target.vocabulary, self._drafter.vocabulary, self._target.segmenter
         )
 
 
@@ -128,7 +137,9 @@ class Engine:
             )
         self.pair = pair
         self.target = make_side(target, target_tokenizer, pair.target if pair else None, "target")
-        self._records: dict[bool, dict[str, Record]] = {}  # what "auto" has seen, greedy and sampled apart
+        self._records: dict[
+            Any, dict[str, Record]
+        ] = {}  # what "auto" has seen, by the settings it saw it with
         self.drafter = None
         if drafter is not None:
             assert pair is not None
@@ -137,13 +148,15 @@ class Engine:
 
     def _check(self) -> None:
         """Compares both tokenizers with the pair's fingerprints; runs before every generation."""
-        self.target.refresh()
+        changed = self.target.refresh()
         if self.pair is not None:
             self.pair.target.require(self.target.vocabulary, "target")
         if self.drafter is not None:
             assert self.pair is not None
-            self.drafter.refresh()
+            changed |= self.drafter.refresh()
             self.pair.drafter.require(self.drafter.vocabulary, "drafter")
+        if changed:
+            self.__dict__.pop("_tools", None)
 
     # -- generating --------------------------------------------------------------------------------------
 
@@ -174,15 +187,11 @@ class Engine:
     def stream(self, inputs: Any, **options: Any) -> Iterator[Chunk]:
         """Yields a `Chunk` per step; text is held back while a character is unfinished."""
         decoder = self.decoder(inputs, **options)
-        shown = ""
+        characters = codecs.getincrementaldecoder("utf-8")("replace")
         while not decoder.done:
             committed = decoder.step()
-            text = self.decode_text(decoder.new_ids)
-            if not decoder.done:
-                text = text.rstrip("\ufffd")
-            new = text[len(shown) :] if text.startswith(shown) else ""
-            shown += new
-            yield Chunk(committed, new, decoder.stats)
+            text = characters.decode(self.target.vocabulary.spell(committed), final=decoder.done)
+            yield Chunk(committed, text, decoder.stats)
 
     def decoder(
         self,
@@ -220,10 +229,18 @@ class Engine:
         """
         self._check()
         assert self.target.model is not None
-        config = (
-            generation_config if generation_config is not None else self.target.model.model.generation_config
-        )
-        options = from_generation_config(config, overrides)
+        own = self.target.model.model.generation_config
+        options = from_generation_config(generation_config or own, overrides, own)
+        for eos in options.eos_ids:
+            if eos >= self.target.model.rows:
+                raise InvalidInput(
+                    f"eos_token_id {eos} is outside the target's {self.target.model.rows:,} rows."
+                )
+        if algorithm in ("slem", "none") and (draft_temperature, draft_top_k, draft_top_p) != (None, 0, 1.0):
+            raise InvalidInput(
+                f"a draft temperature, top-k or top-p has no effect with the algorithm {algorithm}.",
+                "Leave it out.",
+            )
         prompt = self._prompt_ids(inputs)
         draft_warping = Warping(
             temperature=_draft_temperature(draft_temperature, options.warping),
@@ -262,9 +279,8 @@ class Engine:
         )
 
     def decode_text(self, ids: Sequence[int]) -> str:
-        """Target ids as text, without control tokens and without any clean-up."""
-        text: str = self.target.backend.decode(list(ids), skip_special_tokens=True)
-        return text
+        """Target ids as text: exactly the bytes they spell, a leading space included; control tokens are left out."""
+        return self.target.vocabulary.spell(ids).decode("utf-8", errors="replace")
 
     # -- parts -------------------------------------------------------------------------------------------
 
@@ -290,14 +306,14 @@ class Engine:
         tools = self._tools
         if name == "slem":
             return SLEM(
-                self.pair.map,
+                tools.map,
                 self.target.vocabulary,
                 self.drafter.vocabulary,
                 self.target.segmenter,
                 tools.longer,
             )
         settings = DraftSettings(
-            mapping=self.pair.map,
+            mapping=tools.map,
             target=self.target.vocabulary,
             drafter=self.drafter.vocabulary,
             drafter_segmenter=self.drafter.segmenter,
@@ -306,7 +322,7 @@ class Engine:
             eos_ids=options.eos_ids,
         )
         if name == "tli":
-            if not (self.pair.map.d2t >= 0).any():
+            if not (tools.map.d2t >= 0).any():
                 raise IncompatiblePair(
                     f"the vocabularies of {self.pair.target.name} and {self.pair.drafter.name} share no token.",
                     "Use the algorithm slem, which needs no shared token.",
@@ -345,9 +361,10 @@ class Engine:
         """All algorithms the pair allows, to be tried while generating; unseeded runs remember across prompts."""
         assert self.pair is not None
         names = ["slem", "slrs"] if options.warping.greedy else ["slrs", "slem", "tli"]
-        if not (self.pair.map.d2t >= 0).any():
+        if not (self._tools.map.d2t >= 0).any():
             names = ["slem"]
-        records: dict[str, Record] = {} if seeded else self._records.setdefault(options.warping.greedy, {})
+        key = (options.warping, draft_warping, form, num_draft_tokens)
+        records: dict[str, Record] = {} if seeded else self._records.setdefault(key, {})
         return AutoChoice(
             [self._algorithm(name, form, options, draft_warping) for name in names],
             [self._plan(num_draft_tokens, seeded=seeded) for _ in names],
@@ -404,30 +421,41 @@ class Engine:
         assert self.drafter is not None
         assert self.drafter.model is not None
         row, side = self.drafter.model.new_row(), self.drafter
-        own = None
-        if drafter_inputs is not None:
-            own = read_prompt(drafter_inputs, side)
-        elif is_chat(inputs):
-            own = side.chat_ids(inputs)
-        if own is not None:
-            context = DrafterContext(row, side.segmenter, own)
-            return context
-        context = DrafterContext(row, side.segmenter, side.begins_with)
+        t2d = self._tools.map.t2d
         controls = {
-            t: int(self.pair.map.t2d[t])
+            t: int(t2d[t])
             for t in (*self.target.vocabulary.eos_ids, *self.target.vocabulary.turn_end_ids)
-            if self.pair.map.t2d[t] >= 0
+            if t2d[t] >= 0
         }
-        parts = spell_prompt(self.target.vocabulary.pieces, prompt, controls)
-        if parts and isinstance(parts[0], bytes):
-            parts[0] = first_bytes(
-                parts[0], self.target.vocabulary.adds_prefix_space, side.vocabulary.adds_prefix_space
+        own = read_prompt(drafter_inputs, side) if drafter_inputs is not None else None
+        if own is None and is_chat(inputs):
+            try:
+                own = side.chat_ids(inputs)
+            except InvalidInput as error:  # the target took the chat, so the drafter gets it as text
+                logging.getLogger("hetspec").warning(
+                    "%s The drafter reads the target's prompt instead.", error.message
+                )
+        begins = side.begins_with
+        if own is not None:
+            return DrafterContext(
+                row,
+                side.segmenter,
+                own,
+                sticky=len(begins) if own[: len(begins)] == begins else 0,
+                controls=controls,
             )
-        for part in parts:
-            if isinstance(part, bytes):
-                context.commit(part)
-            else:
-                context.commit_control(part)
+        context = DrafterContext(row, side.segmenter, begins, controls=controls)
+        text = self.target.vocabulary
+        start = next((i for i, t in enumerate(prompt) if text.bytes_of(t)), len(prompt))
+        if text.adds_prefix_space != side.vocabulary.adds_prefix_space and start < len(prompt):
+            # Each side's dummy prefix is its own: take the target's away, or put the drafter's in front.
+            head = first_bytes(
+                text.bytes_of(prompt[start]), text.adds_prefix_space, side.vocabulary.adds_prefix_space
+            )
+            context.commit_ids(prompt[:start], text)
+            context.commit(head)
+            prompt = prompt[start + 1 :]
+        context.commit_ids(prompt, text)
         return context
 
 

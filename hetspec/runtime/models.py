@@ -61,12 +61,16 @@ class CachedModel:
             )
         self.model = model
         self.name = name
-        self.rows = int(model.get_output_embeddings().weight.shape[0])
         self.max_length = int(getattr(config, "max_position_embeddings", 0) or 1 << 30)
         parameters = inspect.signature(model.forward).parameters
         self.cache_argument = "cache" if "cache" in parameters else "past_key_values"
         self.keeps_logits = "logits_to_keep" in parameters
         self.device = model.device
+
+    @property
+    def rows(self) -> int:
+        """V, width of the logits."""
+        return int(self.model.get_output_embeddings().weight.shape[0])
 
     @property
     def weight_bytes(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import numbers
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from hetspec.runtime.laws import Warping
 HONOURED = frozenset(
     ("do_sample", "temperature", "top_k", "top_p", "min_p", "max_new_tokens", "max_length", "eos_token_id")
 )
+SAMPLING = ("temperature", "top_k", "top_p", "min_p")
 # Fields that do not touch the law of the output of a single prompt.
 WITHOUT_EFFECT = frozenset(
     (
@@ -21,6 +22,8 @@ WITHOUT_EFFECT = frozenset(
         "transformers_version",
         "_from_model_config",
         "use_cache",
+        "cache_implementation",  # the cache is hetspec's own
+        "cache_config",
         "return_dict_in_generate",
         "is_assistant",
         "num_assistant_tokens",
@@ -61,7 +64,7 @@ class Options:
 DEFAULT_NEW_TOKENS = 256
 
 
-def from_generation_config(config: Any, overrides: dict[str, Any]) -> Options:
+def from_generation_config(config: Any, overrides: dict[str, Any], defaults: Any = None) -> Options:
     """Reads a transformers `GenerationConfig`, with keyword arguments laid over it.
 
     As in transformers, decoding is greedy unless ``do_sample`` is set, and sampling keeps the 50 likeliest
@@ -70,11 +73,14 @@ def from_generation_config(config: Any, overrides: dict[str, Any]) -> Options:
     Args:
         config: a GenerationConfig; not changed.
         overrides: fields to replace.
+        defaults: the model's own GenerationConfig, for fields that `config` leaves open.
 
     Raises:
         InvalidInput: an unknown field, or one set to something that is not honoured exactly.
     """
     values = dict(config.to_dict())
+    if defaults is not None:
+        values |= {k: v for k, v in defaults.to_dict().items() if values.get(k) is None}
     for name, value in overrides.items():
         if name not in values and name not in HONOURED:
             raise InvalidInput(
@@ -88,10 +94,15 @@ def from_generation_config(config: Any, overrides: dict[str, Any]) -> Options:
         if value is False or (value in ((), [], 0, 0.0) and name not in neutral):
             continue
         raise InvalidInput(
-            f"the generation option {name}={value!r} is not supported, and ignoring it would change the output.",
+            f"the generation option {name}={value!r} is not supported and is not ignored either.",
             f"Leave it out, or pass {name}={neutral.get(name)!r}.",
         )
     if not values.get("do_sample"):
+        asked = [f"{n}={overrides[n]!r}" for n in SAMPLING if overrides.get(n) is not None]
+        if asked:
+            raise InvalidInput(
+                f"{', '.join(asked)} without do_sample=True would have no effect.", "Pass do_sample=True."
+            )
         warping = Warping(temperature=0.0)
     else:
         top_k = values.get("top_k")
@@ -107,14 +118,23 @@ def from_generation_config(config: Any, overrides: dict[str, Any]) -> Options:
             raise InvalidInput(
                 "temperature is 0 with do_sample=True.", "Use do_sample=False for greedy decoding."
             )
-    max_new = values.get("max_new_tokens")
-    if max_new is not None and max_new < 1:
-        raise InvalidInput(f"max_new_tokens is {max_new}, expected at least 1.")
-    max_length = None if max_new is not None else values.get("max_length")
+    max_new, max_length = values.get("max_new_tokens"), values.get("max_length")
+    if overrides.get("max_length") is not None and overrides.get("max_new_tokens") is None:
+        max_new = None
+    for name, value in (("max_new_tokens", max_new), ("max_length", max_length)):
+        if value is not None and (not isinstance(value, int) or value < 1):
+            raise InvalidInput(f"{name} is {value!r}, expected a whole number of at least 1.")
+    max_length = None if max_new is not None else max_length
     return Options(warping, frozenset(_ids(values.get("eos_token_id"))), max_new, max_length)
 
 
-def _ids(value: int | Iterable[int] | None) -> list[int]:
+def _ids(value: Any) -> list[int]:
+    """EOS ids given as a number, a sequence or a tensor."""
     if value is None:
         return []
-    return [value] if isinstance(value, int) else [int(i) for i in value]
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    ids = value if isinstance(value, (list, tuple, set, frozenset)) else [value]
+    if not all(isinstance(i, numbers.Integral) and int(i) >= 0 for i in ids):
+        raise InvalidInput(f"eos_token_id is {value!r}, expected a token id or a list of them.")
+    return [int(i) for i in ids]

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from hetspec.errors import IncompatiblePair, InvalidInput
 from hetspec.runtime.models import CachedModel
-from hetspec.segment import Segmenter, begins_text_with
+from hetspec.segment import Segmenter, begins_text_with, untruncated
 from hetspec.vocab import Vocabulary
 
 Chat = Sequence[dict[str, str]]
@@ -46,14 +46,24 @@ class Side:
             )
         self.model = None if model is None else CachedModel(model)
         self._recorded = (name, eos_ids, turn_end_ids)
-        self._stamp: tuple[int, int] | None = None
+        self._stamp: tuple[Any, ...] | None = None
         self.refresh()
 
-    def refresh(self) -> None:
-        """Re-reads the tokenizer if tokens were added to it since the last look."""
-        stamp = (self.backend.get_vocab_size(True), len(self.backend.get_added_tokens_decoder()))
+    def refresh(self) -> bool:
+        """Re-reads the tokenizer if it or the model's rows changed since the last look; whether they did."""
+        backend = self.backend
+        stamp = (
+            backend.get_vocab_size(True),
+            len(backend.get_added_tokens_decoder()),
+            repr(backend.normalizer),
+            repr(backend.pre_tokenizer),
+            backend.encode_special_tokens,
+            bool(backend.truncation),
+            bool(backend.padding),
+            0 if self.model is None else self.model.rows,
+        )
         if stamp == self._stamp:
-            return
+            return False
         name, eos_ids, turn_end_ids = self._recorded
         self.vocabulary = Vocabulary.from_tokenizer(
             self.backend,
@@ -63,8 +73,10 @@ class Side:
             turn_end_ids=turn_end_ids,
         )
         self.segmenter = Segmenter(self.backend, self.vocabulary)
-        self.begins_with = begins_text_with(self.backend)
+        self.whole = untruncated(self.backend)  # for prompts
+        self.begins_with = begins_text_with(self.whole)
         self._stamp = stamp
+        return True
 
     def chat_ids(self, chat: Chat) -> list[int] | None:
         """A chat through this side's own template, ready for the answer; None if it has no template."""
@@ -73,16 +85,22 @@ class Side:
             tokenizer = tokenizer.transformers_tokenizer()
         if not getattr(tokenizer, "chat_template", None):
             return None
-        rendered = tokenizer.apply_chat_template(list(chat), add_generation_prompt=True, tokenize=False)
-        return list(self.backend.encode(rendered, add_special_tokens=False).ids)
+        try:
+            rendered = tokenizer.apply_chat_template(list(chat), add_generation_prompt=True, tokenize=False)
+        except Exception as error:  # whatever a template raises
+            raise InvalidInput(
+                f"the chat template of {self.vocabulary.name} refuses this chat ({str(error).splitlines()[0]}).",
+                "Change the messages or give the prompt as text.",
+            ) from error
+        return list(self.whole.encode(rendered, add_special_tokens=False).ids)
 
 
 def make_side(model: Any, tokenizer: Any, identity: Any, role: str) -> Side:
     """A side from what the user gave, or from what the pair recorded."""
     if tokenizer is None:
-        from hetspec.sources import load_tokenizer
+        from hetspec.sources import hub_commit, load_tokenizer
 
-        tokenizer = load_tokenizer(identity.name)
+        tokenizer = load_tokenizer(identity.name, revision=hub_commit(identity.revision))
     name = identity.name if identity is not None else role
     eos_ids = identity.eos_ids if identity is not None else ()
     turn_end_ids = identity.turn_end_ids if identity is not None else ()
@@ -100,13 +118,13 @@ def first_bytes(text: bytes, target_adds: bool, drafter_adds: bool) -> bytes:
 
 def is_chat(inputs: Any) -> bool:
     """Whether a prompt is a list of messages."""
-    return isinstance(inputs, list) and bool(inputs) and isinstance(inputs[0], dict)
+    return isinstance(inputs, (list, tuple)) and bool(inputs) and isinstance(inputs[0], dict)
 
 
 def read_prompt(inputs: Any, side: Side) -> list[int]:
     """Ids of a prompt in any accepted form."""
     if isinstance(inputs, str):
-        return list(side.backend.encode(inputs).ids)
+        return list(side.whole.encode(inputs).ids)
     if is_chat(inputs):
         ids = side.chat_ids(inputs)
         if ids is None:
@@ -122,13 +140,15 @@ def read_prompt(inputs: Any, side: Side) -> list[int]:
                 "the prompt is padded (its attention mask has zeros).", "Pass one prompt without padding."
             )
         inputs = inputs["input_ids"]
-    if isinstance(inputs, Tensor):
+    if hasattr(inputs, "tolist"):
         inputs = inputs.tolist()
     if isinstance(inputs, (list, tuple)):
         if len(inputs) == 1 and isinstance(inputs[0], (list, tuple)):
             inputs = inputs[0]
-        if all(isinstance(i, int) for i in inputs):
-            return list(inputs)
+        if all(isinstance(i, numbers.Integral) for i in inputs):
+            return [int(i) for i in inputs]
+        if not all(isinstance(i, (list, tuple, str)) for i in inputs):
+            raise InvalidInput("the prompt's ids are not whole numbers.", "Give the ids of one prompt.")
         raise InvalidInput(
             f"a batch of {len(inputs)} prompts was given; one prompt at a time is supported.",
             "Loop over the prompts.",
