@@ -8,7 +8,7 @@ import statistics
 import pytest
 import torch
 
-from hetspec.runtime import algorithms, laws
+from hetspec.runtime import laws, verify
 from hetspec.sources import named_texts
 from tests.test_models_real import PROSE, RealPair
 
@@ -53,7 +53,7 @@ def test_slem_commits_enough_tokens_per_pass(qwen):
 
 
 def test_tli_sampling_has_the_acceptance_and_the_text_of_its_laws(qwen, monkeypatch):
-    expected, honest = [], algorithms._verify_token
+    expected, honest = [], verify._verify_token
 
     def spy(candidates, proposal_laws, logits, warping, rng):
         verdict = honest(candidates, proposal_laws, logits, warping, rng)
@@ -61,7 +61,7 @@ def test_tli_sampling_has_the_acceptance_and_the_text_of_its_laws(qwen, monkeypa
             expected.append(float(laws.acceptance(laws.law(logits[j], warping), proposal_laws[j])))
         return verdict
 
-    monkeypatch.setattr(algorithms, "_verify_token", spy)
+    monkeypatch.setattr(verify, "_verify_token", spy)
     accepted = judged = steps = tokens = 0
     surprise: dict[str, list[float]] = {"none": [], "tli": []}
     for seed, prompt in enumerate(humaneval(10)):
@@ -70,7 +70,7 @@ def test_tli_sampling_has_the_acceptance_and_the_text_of_its_laws(qwen, monkeypa
                 prompt,
                 algorithm=algorithm,
                 num_draft_tokens=5,
-                max_new_tokens=64,
+                max_new_tokens=48,
                 do_sample=True,
                 top_k=0,
                 seed=100 + seed,

@@ -9,7 +9,7 @@ import torch
 
 from hetspec.errors import UnknownSource
 from hetspec.prep.build import build_pair, prepare
-from hetspec.runtime import laws
+from hetspec.runtime import laws, verify
 from hetspec.runtime.generate import Engine
 from hetspec.runtime.laws import Warping
 from hetspec.sources import load_model, load_tokenizer, named_texts
@@ -81,9 +81,7 @@ def test_drafting_saves_target_passes(real, code):
 
 def test_sampled_acceptance_agrees_with_the_laws(real, monkeypatch):
     """TLI at temperature 1: accepted share of the judged candidates against the mean of Σ min(p, π)."""
-    from hetspec.runtime import algorithms
-
-    expected, honest = [], algorithms._verify_token
+    expected, honest = [], verify._verify_token
 
     def spy(candidates, proposal_laws, logits, warping, rng):
         verdict = honest(candidates, proposal_laws, logits, warping, rng)
@@ -91,7 +89,7 @@ def test_sampled_acceptance_agrees_with_the_laws(real, monkeypatch):
             expected.append(float(laws.acceptance(laws.law(logits[j], warping), proposal_laws[j])))
         return verdict
 
-    monkeypatch.setattr(algorithms, "_verify_token", spy)
+    monkeypatch.setattr(verify, "_verify_token", spy)
     accepted = judged = 0
     for seed in range(6):
         stats = real.engine.generate(
@@ -115,8 +113,8 @@ def test_two_step_law_of_a_real_pair(real):
     """First token of TLI on one prompt, many seeds, against the target's exact law over its likeliest tokens."""
     from scipy.stats import chi2
 
-    from hetspec.runtime.algorithms import Proposal, verify
     from hetspec.runtime.rng import TorchRng
+    from hetspec.runtime.verify import Proposal
 
     decoder = real.engine.decoder(
         "The capital of France is", algorithm="tli", do_sample=True, top_k=0, seed=0
@@ -130,7 +128,7 @@ def test_two_step_law_of_a_real_pair(real):
     counts = torch.zeros(8)
     for _ in range(n):
         t = rng.categorical(pi)
-        first = verify(Proposal([t], [pi]), row, Warping(1.0), rng).ids[0]
+        first = verify.verify(Proposal([t], [pi]), row, Warping(1.0), rng).ids[0]
         counts[cells.index(first) if first in cells else 7] += 1
     law = torch.cat([p[cells], (1 - p[cells].sum()).reshape(1)])
     statistic = float(((counts - n * law) ** 2 / (n * law)).sum())
