@@ -11,7 +11,6 @@ import functools
 import json
 import os
 import sys
-import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -193,8 +192,7 @@ def build_affinity(
     quiet: Quiet = False,
 ) -> None:
     """Add an affinity kernel to a pair: a new artifact and a new run; the old ones stay."""
-    from hetspec.prep.affinity import cosegment, kernel_figures
-    from hetspec.prep.build import extend, prepare, summary
+    from hetspec.prep.build import add_cosegment, prepare, summary
     from hetspec.prep.report import kernel_plots
     from hetspec.sources import hub_commit, load_tokenizer
     from hetspec.tracking import Store
@@ -205,7 +203,7 @@ def build_affinity(
         raise InvalidInput(f"{output} exists already; artifacts are immutable.", "Choose a new directory.")
     say = Voice(as_json or quiet)
     names = text or ["stdlib"]
-    texts = [part.encode() for name in names for part in _texts(name)]
+    texts = [part for name in names for part in _texts(name)]
     store = Store(tracking_uri or None)
     old, _, parent = _load(pair, tracking_uri)
     say(f"reading the tokenizers of {old.target.name} and {old.drafter.name}")
@@ -214,31 +212,12 @@ def build_affinity(
         for side in (old.target, old.drafter)
     )
     old.require(target.vocabulary, drafter.vocabulary)
-    with _progress(sum(map(len, texts)), "counting co-segmentations", silent=as_json or quiet) as progress:
-        started = time.perf_counter()
-        result = cosegment(
-            old.map,
-            target.segmenter,
-            drafter.segmenter,
-            texts,
-            smoothing=smoothing,
-            top=top,
-            progress=progress,
+    total = sum(len(part.encode()) for part in texts)
+    with _progress(total, "counting co-segmentations", silent=as_json or quiet) as progress:
+        new, result = add_cosegment(
+            old, target, drafter, texts, names, smoothing=smoothing, top=top, progress=progress
         )
-        seconds = time.perf_counter() - started
-    figures = kernel_figures(result, old.map, drafter.vocabulary)
-    figures |= {
-        "texts": " ".join(names),
-        "seconds": seconds,
-        "tokens_per_second": result.target_tokens / seconds,
-    }
-    new = extend(
-        old,
-        stage="build-affinity",
-        kernels={prior: result.kernel},
-        figures={"affinity": {prior: figures}},
-        settings={"prior": prior, "texts": names, "smoothing": smoothing, "top": top},
-    )
+    figures = new.figures["affinity"][prior]
     if output:
         new.save_pretrained(output)
     stored = store.log_pair(
@@ -257,7 +236,7 @@ def build_affinity(
                 "parent_run": parent,
                 "artifact_dir": str(folder),
                 "affinity": {prior: figures},
-                "seconds": seconds,
+                "seconds": figures["seconds"],
             }
         )
     elif quiet:

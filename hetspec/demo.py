@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -37,8 +36,7 @@ def run_demo(
         The measured figures.
     """
     from hetspec.cli import load_engine
-    from hetspec.prep.affinity import cosegment, kernel_figures
-    from hetspec.prep.build import build_pair, corpus, extend, prepare, summary
+    from hetspec.prep.build import add_cosegment, build_pair, corpus, prepare, summary
     from hetspec.prep.report import kernel_plots, map_plots
     from hetspec.sources import ensure_packaged, load_tokenizer, named_texts, packaged_names
     from hetspec.tracking import Store
@@ -59,21 +57,7 @@ def run_demo(
         note=summary(pair),
     )
     say("counting co-segmentations")
-    started = time.perf_counter()
-    result = cosegment(pair.map, sides[0].segmenter, sides[1].segmenter, [text.encode() for text in texts])
-    seconds = time.perf_counter() - started
-    affinity = kernel_figures(result, pair.map, sides[1].vocabulary) | {
-        "texts": "stdlib",
-        "seconds": seconds,
-        "tokens_per_second": result.target_tokens / seconds,
-    }
-    pair = extend(
-        pair,
-        stage="build-affinity",
-        kernels={"cosegment": result.kernel},
-        figures={"affinity": {"cosegment": affinity}},
-        settings={"prior": "cosegment", "texts": ["stdlib"]},
-    )
+    pair, result = add_cosegment(pair, sides[0], sides[1], texts, ["stdlib"])
     stored = store.log_pair(
         pair,
         stage="build-affinity",

@@ -11,6 +11,7 @@ from typing import Any
 
 from hetspec import __version__
 from hetspec.artifact import Kernel, PairArtifact, TokenizerIdentity
+from hetspec.prep.affinity import TOP_PER_ROW, CosegmentResult, cosegment, kernel_figures
 from hetspec.prep.intersect import build_map, corpus_coverage, map_figures
 from hetspec.segment import Segmenter
 from hetspec.sources import TokenizerSource
@@ -115,6 +116,54 @@ def extend(
     return dataclasses.replace(
         pair, kernels={**pair.kernels, **kernels}, figures=merged, provenance=provenance
     )
+
+
+def add_cosegment(
+    pair: PairArtifact,
+    target: PreparedTokenizer,
+    drafter: PreparedTokenizer,
+    texts: Sequence[str],
+    names: Sequence[str],
+    *,
+    smoothing: float = 1.0,
+    top: int = TOP_PER_ROW,
+    progress: Callable[[int], None] = lambda _: None,
+) -> tuple[PairArtifact, CosegmentResult]:
+    """A pair with a co-segmentation kernel counted on texts; the given one is left as it is.
+
+    Args:
+        pair: the old artifact.
+        target, drafter: its tokenizers.
+        texts: the corpus.
+        names: what to call its parts.
+        smoothing, top, progress: see `cosegment`.
+    """
+    started = time.perf_counter()
+    result = cosegment(
+        pair.map,
+        target.segmenter,
+        drafter.segmenter,
+        (text.encode() for text in texts),
+        smoothing=smoothing,
+        top=top,
+        progress=progress,
+    )
+    seconds = time.perf_counter() - started
+    figures = kernel_figures(result, pair.map, drafter.vocabulary)
+    figures |= {
+        "texts": " ".join(names),
+        "seconds": seconds,
+        "tokens_per_second": result.target_tokens / seconds,
+    }
+    settings = {"prior": "cosegment", "texts": list(names), "smoothing": smoothing, "top": top}
+    new = extend(
+        pair,
+        stage="build-affinity",
+        kernels={"cosegment": result.kernel},
+        figures={"affinity": {"cosegment": figures}},
+        settings=settings,
+    )
+    return new, result
 
 
 def summary(pair: PairArtifact) -> str:
