@@ -217,6 +217,14 @@ class Kernel:
             if mu.dtype != np.float32 or mu.ndim != 1 or not np.isfinite(mu).all() or (mu < 0).any():
                 raise InvalidArtifact(f"{where}: mu must be float32, finite and ≥ 0.", REBUILD)
 
+    def row_maxima(self) -> np.ndarray:
+        """The largest weight of every row, float64[V_d]; 0 for empty rows. 1 means the row leaves nothing open."""
+        largest = np.zeros(len(self.indptr) - 1)
+        filled = np.flatnonzero(np.diff(self.indptr))
+        if len(filled):
+            largest[filled] = np.maximum.reduceat(self.weights, self.indptr[filled])
+        return largest
+
     def weight_of(self, columns: np.ndarray) -> np.ndarray:
         """`K(d, columns[d])` for every drafter id d, float64[V_d]; 0 where there is no such entry."""
         found = np.zeros(len(self.indptr) - 1)

@@ -364,7 +364,7 @@ class LookAhead:
 
     Args:
         first: F and the target's trie.
-        kernel_certainty: float[V_d], `K(d, image of d)`; no look-ahead where it is at least `threshold`.
+        kernel_certainty: float[V_d], largest `K(d, ·)`; no look-ahead where it is at least `threshold`.
         threshold: 0.95 keeps nearly all of the gain with the look-ahead at a third of the positions.
         width: continuations kept.
     """

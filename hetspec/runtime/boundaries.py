@@ -49,7 +49,7 @@ class FirstTarget:
     """`F(d, e)`: the first target token of ``bytes(d) + bytes(e)`` (ALGORITHMS §4d), cached across prompts.
 
     Args:
-        mapping: its `first` is the answer where `e` cannot matter.
+        mapping: its `first` is the answer where the text ends after `d`.
         target, drafter: the vocabularies.
         segmenter: of the target's tokenizer.
     """
@@ -79,16 +79,13 @@ class FirstTarget:
         return [known[e] for e in following]
 
     def _look_up(self, d: int, following: Sequence[int], known: dict[int, int]) -> None:
+        # Every pair is asked: a trie of the target's tokens cannot tell, since pre-tokenisers look ahead (the last of
+        # four spaces goes to the word that follows) and merges compete across the boundary ("se" + "n" -> "s", "en").
         piece, image = self._drafter.pieces[d], int(self.image[d])
-        asked = []
-        for e in following:
-            rest = self._drafter.bytes_of(e)
-            # Only a token that the next byte can extend is worth asking the tokenizer about.
-            if rest and (self.extends(piece + rest[:1]) or piece + rest[:1] in self._target.ids_by_bytes):
-                asked.append(e)
-            else:
-                known[e] = image
+        asked = [e for e in following if self._drafter.bytes_of(e)]
+        known.update(dict.fromkeys(following, image))
         texts = [piece + self._drafter.pieces[e] for e in asked]
         for e, text, ids in zip(asked, texts, self._segmenter.encode_batch(texts), strict=True):
             first = self._target.pieces[ids[0]] if ids else b""
-            known[e] = ids[0] if first and text.startswith(first) else image
+            if first and text.startswith(first):
+                known[e] = ids[0]

@@ -90,7 +90,7 @@ class PairTools:
         # Without a stored kernel nothing is known about a token's image, so every position may look ahead.
         self.certainty = np.zeros(drafter_rows)
         if stored is not None:
-            known = stored.weight_of(pair.map.first)[:drafter_rows]
+            known = stored.row_maxima()[:drafter_rows]
             self.certainty[: len(known)] = known
 
     @functools.cached_property
