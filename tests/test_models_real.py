@@ -56,6 +56,22 @@ def real(request):
     return RealPair(*request.param)
 
 
+def excess_surprise(model, out):
+    """Σ (NLL − entropy) of the new tokens under fresh target forwards, and its variance.
+
+    Given its context a token drawn from the target's law has expected surprise equal to that law's entropy, so
+    the sum has mean zero whatever path the text takes: a martingale, and a sharp test of the law on real models.
+    """
+    with torch.inference_mode():
+        logits = model(out.sequences).logits[0, -len(out.new_ids) - 1 : -1].double()
+    log_p = torch.log_softmax(logits, -1)
+    p = log_p.exp()
+    entropy = -(p * log_p).sum(-1)
+    variance = (p * log_p**2).sum(-1) - entropy**2
+    nll = -log_p.gather(1, torch.tensor(out.new_ids)[:, None])[:, 0]
+    return float((nll - entropy).sum()), float(variance.sum())
+
+
 def test_greedy_equals_transformers_on_ten_prompts(real, code):
     for prompt in [*code, *PROSE]:
         ids = torch.tensor([real.engine.decoder(prompt, algorithm="none").ids])
@@ -91,8 +107,9 @@ def test_sampled_acceptance_agrees_with_the_laws(real, monkeypatch):
 
     monkeypatch.setattr(verify, "_verify_token", spy)
     accepted = judged = 0
+    excess = variance = 0.0
     for seed in range(6):
-        stats = real.engine.generate(
+        out = real.engine.generate(
             PROSE[seed % len(PROSE)],
             algorithm="tli",
             num_draft_tokens=3,
@@ -100,13 +117,16 @@ def test_sampled_acceptance_agrees_with_the_laws(real, monkeypatch):
             do_sample=True,
             top_k=0,
             seed=seed,
-        ).stats
-        accepted += stats.accepted
-        judged += sum(stats.proposed_by_position)
+        )
+        accepted += out.stats.accepted
+        judged += sum(out.stats.proposed_by_position)
+        surprise = excess_surprise(real.target, out)
+        excess, variance = excess + surprise[0], variance + surprise[1]
     assert judged == len(expected) > 100
     mean = sum(expected) / judged
     spread = math.sqrt(sum(a * (1 - a) for a in expected)) / judged
     assert abs(accepted / judged - mean) < 4.5 * spread
+    assert abs(excess) < 5 * math.sqrt(variance)  # a heavy-tailed sum: wider than a normal one's bound
 
 
 def test_two_step_law_of_a_real_pair(real):
