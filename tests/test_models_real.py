@@ -141,7 +141,7 @@ def test_two_step_law_of_a_real_pair(real):
     )
     logits = decoder.target.forward(decoder.ids, keep=1)
     p = laws.law(logits[0], Warping(1.0))
-    pi = decoder.algorithm.proposal_law(decoder.context.next_logits())
+    pi = decoder.algorithm.propose(decoder.context, decoder.ids[-8:], 1, TorchRng(1)).laws[0]
     rng, n = TorchRng(7), 4000
     row = torch.cat([logits, logits])  # the second row only feeds the bonus, which is not looked at
     cells = p.topk(7).indices.tolist()
