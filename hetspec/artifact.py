@@ -21,220 +21,35 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors import numpy as safetensors_numpy
 
-from hetspec.errors import ArtifactNotFound, HetspecError, InvalidArtifact, StaleArtifact
-from hetspec.vocab import Vocabulary
+from hetspec.errors import ArtifactNotFound, HetspecError, InvalidArtifact
+from hetspec.parts import (
+    KERNEL_PRIORS,
+    REBUILD,
+    Calibration,
+    Contexts,
+    Kernel,
+    LawTable,
+    PrunedHead,
+    TokenizerIdentity,
+    VocabularyMap,
+    is_sha256,
+)
+from hetspec.vocab import Kind, Vocabulary
+
+__all__ = [
+    "Calibration",
+    "Contexts",
+    "Kernel",
+    "LawTable",
+    "PairArtifact",
+    "PrunedHead",
+    "TokenizerIdentity",
+    "VocabularyMap",
+]
 
 FORMAT_VERSION = 1
 MAX_CONFIG_BYTES = 1 << 20
 MAX_TENSOR_BYTES = 1 << 31  # a sparse file of any size costs an attacker nothing
-REBUILD = "Rebuild it: hetspec-prep build-map TARGET DRAFTER."
-
-
-# -- the parts ---------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class TokenizerIdentity:
-    """Which tokenizer (and model head) a side of a pair was built for."""
-
-    name: str
-    revision: str
-    rows: int
-    tokens: int
-    text_tokens: int
-    eos_ids: tuple[int, ...]
-    turn_end_ids: tuple[int, ...]
-    style: str
-    vocab_sha256: str
-    behaviour_sha256: str
-
-    def __post_init__(self) -> None:
-        for name in ("name", "revision", "style"):
-            value = getattr(self, name)
-            if not value.isprintable():
-                raise InvalidArtifact(f"the {name} {value!r} has control characters.", "Rename the source.")
-        for name in ("vocab_sha256", "behaviour_sha256"):
-            value = getattr(self, name)
-            if not _is_sha256(value):
-                raise InvalidArtifact(f"{name} is {value!r}, expected 64 lower-case hex digits.", REBUILD)
-        if not 0 < self.text_tokens <= self.tokens <= self.rows:
-            raise InvalidArtifact(
-                f"{self.name}: {self.text_tokens} text tokens, {self.tokens} tokens, {self.rows} rows: "
-                "expected text ≤ tokens ≤ rows.",
-                REBUILD,
-            )
-        for role in (*self.eos_ids, *self.turn_end_ids):
-            if not 0 <= role < self.rows:
-                raise InvalidArtifact(f"{self.name}: role id {role} outside 0..{self.rows - 1}.", REBUILD)
-
-    @classmethod
-    def of(cls, vocabulary: Vocabulary, revision: str = "") -> TokenizerIdentity:
-        """The identity of a vocabulary."""
-        return cls(
-            name=vocabulary.name,
-            revision=revision,
-            rows=vocabulary.rows,
-            tokens=len(vocabulary.pieces),
-            text_tokens=vocabulary.text_tokens,
-            eos_ids=vocabulary.eos_ids,
-            turn_end_ids=vocabulary.turn_end_ids,
-            style=vocabulary.style,
-            vocab_sha256=vocabulary.vocab_sha256,
-            behaviour_sha256=vocabulary.behaviour_sha256,
-        )
-
-    def require(self, vocabulary: Vocabulary, side: str) -> None:
-        """Checks that a tokenizer is the one this identity was taken from.
-
-        Raises:
-            StaleArtifact: the vocabulary or the behaviour differs.
-        """
-        for what, mine, theirs in (
-            ("vocabulary", self.vocab_sha256, vocabulary.vocab_sha256),
-            ("segmentation", self.behaviour_sha256, vocabulary.behaviour_sha256),
-        ):
-            if mine != theirs:
-                raise StaleArtifact(
-                    f"the pair was built for {side} {what} {mine[:12]}… ({self.name}, {self.tokens:,} tokens) but "
-                    f"this tokenizer is {theirs[:12]}… ({vocabulary.name}, {len(vocabulary.pieces):,} tokens).",
-                    REBUILD,
-                )
-        if vocabulary.rows < self.tokens:
-            raise StaleArtifact(
-                f"the {side} model has {vocabulary.rows:,} rows, fewer than the pair's {self.tokens:,} tokens.",
-                REBUILD,
-            )
-
-
-@dataclass(frozen=True)
-class VocabularyMap:
-    """The byte-exact intersection map between two vocabularies (ALGORITHMS: I = T ∩ D).
-
-    Attributes:
-        d2t: int32[V_d], the target id with the same bytes or role; −1 for none. Several drafter ids may
-            share a target id: their masses add.
-        t2d: int32[V_t], the preferred drafter preimage; −1 for none.
-        first: int32[V_d], the first target token of the drafter token's bytes (SLRS-4b's image); −1 for none.
-    """
-
-    d2t: np.ndarray
-    t2d: np.ndarray
-    first: np.ndarray
-
-    def __post_init__(self) -> None:
-        for name in ("d2t", "t2d", "first"):
-            array = getattr(self, name)
-            if array.dtype != np.int32 or array.ndim != 1:
-                raise InvalidArtifact(f"map: {name} is {array.dtype}{list(array.shape)}, expected int32[V].")
-        if self.first.shape != self.d2t.shape:
-            raise InvalidArtifact("map: d2t and first differ in length.", REBUILD)
-        for name, array, limit in (
-            ("d2t", self.d2t, len(self.t2d)),
-            ("t2d", self.t2d, len(self.d2t)),
-            ("first", self.first, len(self.t2d)),
-        ):
-            if array.size and (array.min() < -1 or array.max() >= limit):
-                raise InvalidArtifact(f"map: {name} holds ids outside −1..{limit - 1}.", REBUILD)
-        mapped = np.flatnonzero(self.t2d >= 0)
-        if not np.array_equal(self.d2t[self.t2d[mapped]], mapped):
-            raise InvalidArtifact("map: d2t[t2d[x]] = x does not hold.", REBUILD)
-        reachable = np.zeros(len(self.t2d), dtype=bool)
-        reachable[self.d2t[self.d2t >= 0]] = True
-        if not np.array_equal(reachable, self.t2d >= 0):
-            raise InvalidArtifact("map: a mapped target id has no preferred preimage.", REBUILD)
-
-    def widened(self, target_rows: int, drafter_rows: int) -> VocabularyMap:
-        """The map for models with other numbers of padding rows than it was built with.
-
-        Raises:
-            StaleArtifact: a mapped id has no row.
-        """
-
-        def fit(array: np.ndarray, rows: int, limit: int) -> np.ndarray:
-            if (array[rows:] >= 0).any() or (array >= limit).any():
-                raise StaleArtifact(
-                    f"the map names ids beyond the models' {target_rows:,} target and {drafter_rows:,} drafter rows.",
-                    REBUILD,
-                )
-            return np.concatenate([array[:rows], np.full(max(0, rows - len(array)), -1, dtype=np.int32)])
-
-        if (target_rows, drafter_rows) == (len(self.t2d), len(self.d2t)):
-            return self
-        return VocabularyMap(
-            d2t=fit(self.d2t, drafter_rows, target_rows),
-            t2d=fit(self.t2d, target_rows, drafter_rows),
-            first=fit(self.first, drafter_rows, target_rows),
-        )
-
-
-@dataclass(frozen=True)
-class Kernel:
-    """A sparse non-negative matrix from drafter ids to target ids, `π = normalise(q·K)` (ALGORITHMS §6).
-
-    Attributes:
-        prior: "cosegment", "covariance", "embedding" or "mean".
-        indptr: int64[V_d + 1]; indices: int32[nnz], ascending in a row; weights: float32[nnz], rows sum to 1.
-        mu: float32[V_t], the target's mean law, or None.
-    """
-
-    prior: str
-    indptr: np.ndarray
-    indices: np.ndarray
-    weights: np.ndarray
-    mu: np.ndarray | None = None
-
-    def __post_init__(self) -> None:
-        if self.prior not in KERNEL_PRIORS:
-            raise InvalidArtifact(f"kernel prior {self.prior!r}, expected one of {', '.join(KERNEL_PRIORS)}.")
-        where = f"kernel-{self.prior}"
-        for name, dtype in (("indptr", np.int64), ("indices", np.int32), ("weights", np.float32)):
-            array = getattr(self, name)
-            if array.dtype != dtype or array.ndim != 1:
-                raise InvalidArtifact(f"{where}: {name} is {array.dtype}{list(array.shape)}.", REBUILD)
-        indptr, nnz = self.indptr, len(self.indices)
-        # Compared, not subtracted: a difference of two hostile int64 can wrap around to look positive.
-        if len(indptr) < 2 or indptr[0] != 0 or indptr[-1] != nnz or (indptr[1:] < indptr[:-1]).any():
-            raise InvalidArtifact(f"{where}: indptr is not monotone from 0 to {nnz}.", REBUILD)
-        if len(self.weights) != nnz:
-            raise InvalidArtifact(f"{where}: {nnz} indices but {len(self.weights)} weights.", REBUILD)
-        if nnz:
-            if self.indices.min() < 0:
-                raise InvalidArtifact(f"{where}: negative target id.", REBUILD)
-            if not np.isfinite(self.weights).all() or self.weights.min() < 0:
-                raise InvalidArtifact(f"{where}: weights must be finite and ≥ 0.", REBUILD)
-            steps = np.diff(self.indices.astype(np.int64))
-            starts = indptr[1:-1]
-            inner = np.ones(nnz, dtype=bool)
-            inner[starts[starts < nnz]] = False
-            if (steps[inner[1:]] <= 0).any():
-                raise InvalidArtifact(f"{where}: target ids of a row must ascend strictly.", REBUILD)
-            filled = np.diff(indptr) > 0
-            sums = np.add.reduceat(self.weights.astype(np.float64), indptr[:-1][filled])
-            if (np.abs(sums - 1) > 1e-6).any():
-                raise InvalidArtifact(f"{where}: rows must sum to 1 or be empty.", REBUILD)
-        if self.mu is not None:
-            mu = self.mu
-            if mu.dtype != np.float32 or mu.ndim != 1 or not np.isfinite(mu).all() or (mu < 0).any():
-                raise InvalidArtifact(f"{where}: mu must be float32, finite and ≥ 0.", REBUILD)
-
-    def row_maxima(self) -> np.ndarray:
-        """The largest weight of every row, float64[V_d]; 0 for empty rows. 1 means the row leaves nothing open."""
-        largest = np.zeros(len(self.indptr) - 1)
-        filled = np.flatnonzero(np.diff(self.indptr))
-        if len(filled):
-            largest[filled] = np.maximum.reduceat(self.weights, self.indptr[filled])
-        return largest
-
-    def weight_of(self, columns: np.ndarray) -> np.ndarray:
-        """`K(d, columns[d])` for every drafter id d, float64[V_d]; 0 where there is no such entry."""
-        found = np.zeros(len(self.indptr) - 1)
-        rows = np.repeat(np.arange(len(found)), np.diff(self.indptr))
-        hit = self.indices == columns[rows]
-        found[rows[hit]] = self.weights[hit]
-        return found
-
-
-KERNEL_PRIORS = ("cosegment", "covariance", "embedding", "mean")
 
 
 @dataclass(frozen=True)
@@ -245,6 +60,8 @@ class PairArtifact:
         target, drafter: the tokenizers it was built for.
         map: the intersection map.
         kernels: affinity kernels by prior.
+        calibration: what the models say about calibration text, or None.
+        head: the rows kept of the drafter's LM head, or None for all.
         figures: numbers worth showing (counts, coverages, seconds), JSON values, nested by chart section.
         provenance: hetspec version, time, sources and settings of every stage, JSON values.
     """
@@ -253,6 +70,8 @@ class PairArtifact:
     drafter: TokenizerIdentity
     map: VocabularyMap
     kernels: dict[str, Kernel] = field(default_factory=dict)
+    calibration: Calibration | None = None
+    head: PrunedHead | None = None
     figures: dict[str, Any] = field(default_factory=dict)
     provenance: dict[str, Any] = field(default_factory=dict)
 
@@ -270,6 +89,45 @@ class PairArtifact:
                 raise InvalidArtifact(f"kernel-{prior} names target ids that do not exist.", REBUILD)
             if kernel.mu is not None and len(kernel.mu) != self.target.rows:
                 raise InvalidArtifact(f"kernel-{prior}: mu has {len(kernel.mu)} entries.", REBUILD)
+            if kernel.head_fit is not None and self.head is None:
+                raise InvalidArtifact(
+                    f"kernel-{prior} is fitted to a pruned head that is not there.", REBUILD
+                )
+        if self.calibration is not None and (
+            len(self.calibration.mean) != self.target.rows
+            or len(self.calibration.drafter_counts) != self.drafter.rows
+        ):
+            raise InvalidArtifact("calibration belongs to another pair.", REBUILD)
+        if self.head is not None:
+            self._check_head(self.head.kept)
+
+    def _check_head(self, kept: np.ndarray) -> None:
+        if kept[-1] >= self.drafter.rows:
+            raise InvalidArtifact(f"head: id {kept[-1]} of {self.drafter.rows:,} drafter rows.", REBUILD)
+        reachable = self.reachable
+        if not reachable[kept].all():
+            raise InvalidArtifact("head: it keeps ids that lead to no target token.", REBUILD)
+        ends = [d for d in (*self.drafter.eos_ids, *self.drafter.turn_end_ids) if reachable[d]]
+        if not np.isin(ends, kept).all():
+            raise InvalidArtifact("head: an end-of-text or end-of-turn token is missing.", REBUILD)
+
+    @property
+    def reachable(self) -> np.ndarray:
+        """bool[V_d]: drafter ids with a non-empty row in the map or in a kernel."""
+        found: np.ndarray = (self.map.d2t >= 0) | (self.map.first >= 0)
+        for kernel in self.kernels.values():
+            found = found | (np.diff(kernel.indptr) > 0)
+        return found
+
+    @property
+    def parts(self) -> list[str]:
+        """Names of the parts it has."""
+        optional = {"calibration": self.calibration, "head": self.head}
+        return [
+            "map",
+            *(f"kernel-{prior}" for prior in self.kernels),
+            *(name for name, part in optional.items() if part is not None),
+        ]
 
     @property
     def key(self) -> str:
@@ -280,6 +138,10 @@ class PairArtifact:
         """Checks both tokenizers against the fingerprints (StaleArtifact otherwise)."""
         self.target.require(target, "target")
         self.drafter.require(drafter, "drafter")
+        if self.head is not None:
+            single = np.flatnonzero(drafter.kinds == Kind.BYTE)
+            if not np.isin(single[self.reachable[single]], self.head.kept).all():
+                raise InvalidArtifact("head: a single-byte token of the drafter is missing.", REBUILD)
 
     def save_pretrained(self, directory: str | Path) -> Path:
         """Writes the artifact to a new directory; all of it appears at once or nothing does.
@@ -335,20 +197,7 @@ class PairArtifact:
             return cls(
                 target=_identity(config["target"]),
                 drafter=_identity(config["drafter"]),
-                map=VocabularyMap(**_tensors(blobs["map.safetensors"], "map", ("d2t", "t2d", "first"))),
-                kernels={
-                    prior: Kernel(
-                        prior=prior,
-                        **_tensors(
-                            blobs[f"kernel-{prior}.safetensors"],
-                            f"kernel-{prior}",
-                            ("indptr", "indices", "weights"),
-                            ("mu",),
-                        ),
-                    )
-                    for prior in KERNEL_PRIORS
-                    if f"kernel-{prior}.safetensors" in blobs
-                },
+                **_read_parts(blobs),
                 figures=config["figures"],
                 provenance=config["provenance"],
             )
@@ -358,7 +207,17 @@ class PairArtifact:
 
 # -- writing -----------------------------------------------------------------------------------------------
 
-ALLOWED_FILES = ("map.safetensors", *(f"kernel-{prior}.safetensors" for prior in KERNEL_PRIORS))
+ALLOWED_FILES = (
+    "map.safetensors",
+    *(f"kernel-{prior}.safetensors" for prior in KERNEL_PRIORS),
+    "calibration.safetensors",
+    "head.safetensors",
+)
+_MAP = ("d2t", "t2d", "first")
+_KERNEL, _KERNEL_OPTIONAL = ("indptr", "indices", "weights"), ("mu", "fit", "head_fit")
+_TOKEN_FIGURES = ("mean", "variance", "counts", "drafter_counts")
+_LAWS = ("p_indptr", "p_ids", "p_masses", "q_indptr", "q_ids", "q_masses", "documents")
+_CALIBRATION = (*_TOKEN_FIGURES, *(f"{split}_{name}" for split in ("fit", "held_out") for name in _LAWS))
 CONFIG_KEYS = {"format_version", "target", "drafter", "figures", "provenance", "files", "sha256"}
 
 
@@ -368,12 +227,22 @@ def _taken(directory: Path) -> HetspecError:
 
 def _parts(pair: PairArtifact) -> dict[str, dict[str, np.ndarray]]:
     """File name -> tensors of every part the pair has."""
-    parts = {"map.safetensors": {"d2t": pair.map.d2t, "t2d": pair.map.t2d, "first": pair.map.first}}
+    parts = {"map.safetensors": {name: getattr(pair.map, name) for name in _MAP}}
     for prior, kernel in pair.kernels.items():
-        tensors = {"indptr": kernel.indptr, "indices": kernel.indices, "weights": kernel.weights}
-        if kernel.mu is not None:
-            tensors["mu"] = kernel.mu
-        parts[f"kernel-{prior}.safetensors"] = tensors
+        tensors = {name: getattr(kernel, name) for name in (*_KERNEL, *_KERNEL_OPTIONAL)}
+        parts[f"kernel-{prior}.safetensors"] = {k: v for k, v in tensors.items() if v is not None}
+    if pair.calibration is not None:
+        calibration = pair.calibration
+        tensors = {name: getattr(calibration, name) for name in _TOKEN_FIGURES}
+        for split in ("fit", "held_out"):
+            contexts: Contexts = getattr(calibration, split)
+            for letter in ("p", "q"):
+                for name in ("indptr", "ids", "masses"):
+                    tensors[f"{split}_{letter}_{name}"] = getattr(getattr(contexts, letter), name)
+            tensors[f"{split}_documents"] = contexts.documents
+        parts["calibration.safetensors"] = tensors
+    if pair.head is not None:
+        parts["head.safetensors"] = {"kept": pair.head.kept}
     return parts
 
 
@@ -470,7 +339,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
     for name, digest in files.items():
         if name not in ALLOWED_FILES:
             raise invalid(f"file name {name[:80]!r} is not one of {', '.join(ALLOWED_FILES)}")
-        if not _is_sha256(digest):
+        if not is_sha256(digest):
             raise invalid(f"sha256 of {name} is not 64 lower-case hex digits")
     return config
 
@@ -518,6 +387,33 @@ def _tensors(
     return tensors
 
 
+def _read_parts(blobs: dict[str, bytes]) -> dict[str, Any]:
+    """The parts in these files, checked, by the name of the artifact's field."""
+    parts: dict[str, Any] = {"map": VocabularyMap(**_tensors(blobs["map.safetensors"], "map", _MAP))}
+    parts["kernels"] = {
+        prior: Kernel(prior=prior, **_tensors(blob, f"kernel-{prior}", _KERNEL, _KERNEL_OPTIONAL))
+        for prior in KERNEL_PRIORS
+        if (blob := blobs.get(f"kernel-{prior}.safetensors")) is not None
+    }
+    if "calibration.safetensors" in blobs:
+        found = _tensors(blobs["calibration.safetensors"], "calibration", _CALIBRATION)
+        figures = {name: found[name] for name in _TOKEN_FIGURES}
+        parts["calibration"] = Calibration(
+            **figures, fit=_contexts(found, "fit"), held_out=_contexts(found, "held_out")
+        )
+    if "head.safetensors" in blobs:
+        parts["head"] = PrunedHead(**_tensors(blobs["head.safetensors"], "head", ("kept",)))
+    return parts
+
+
+def _contexts(found: dict[str, np.ndarray], split: str) -> Contexts:
+    p, q = (
+        LawTable(*(found[f"{split}_{letter}_{name}"] for name in ("indptr", "ids", "masses")))
+        for letter in ("p", "q")
+    )
+    return Contexts(p, q, found[f"{split}_documents"])
+
+
 def _identity(record: dict[str, Any]) -> TokenizerIdentity:
     expected = {f.name for f in fields(TokenizerIdentity)}
     if set(record) != expected:
@@ -541,7 +437,3 @@ def _identity(record: dict[str, Any]) -> TokenizerIdentity:
     return TokenizerIdentity(
         **{**record, "eos_ids": tuple(record["eos_ids"]), "turn_end_ids": tuple(record["turn_end_ids"])}
     )
-
-
-def _is_sha256(value: object) -> bool:
-    return isinstance(value, str) and len(value) == 64 and set(value) <= set("0123456789abcdef")

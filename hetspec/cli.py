@@ -321,7 +321,7 @@ def show(pair: PairName, tracking_uri: Uri = "", as_json: Json = False) -> None:
                 "drafter": asdict(artifact.drafter),
                 "figures": artifact.figures,
                 "provenance": artifact.provenance,
-                "parts": ["map", *(f"kernel-{prior}" for prior in artifact.kernels)],
+                "parts": artifact.parts,
             }
         )
         return

@@ -187,7 +187,7 @@ class Store:
                             TAG_STAGE: stage,
                             TAG_TARGET: pair.target.name,
                             TAG_DRAFTER: pair.drafter.name,
-                            TAG_PARTS: " ".join(["map", *(f"kernel-{prior}" for prior in pair.kernels)]),
+                            TAG_PARTS: " ".join(pair.parts),
                             "hetspec.target_vocab_sha256": pair.target.vocab_sha256,
                             "hetspec.target_behaviour_sha256": pair.target.behaviour_sha256,
                             "hetspec.drafter_vocab_sha256": pair.drafter.vocab_sha256,
