@@ -35,7 +35,7 @@ def run_demo(
     Returns:
         The measured figures.
     """
-    from hetspec.cli import load_engine
+    from hetspec.console import load_engine
     from hetspec.prep.build import add_cosegment, build_pair, corpus, prepare, summary
     from hetspec.prep.report import kernel_plots, map_plots
     from hetspec.sources import ensure_packaged, load_tokenizer, named_texts, packaged_names

@@ -10,7 +10,7 @@ import argparse
 import json
 import sys
 
-from hetspec.cli import load_engine, quiet_libraries
+from hetspec.console import load_engine, quiet_libraries
 from hetspec.errors import HetspecError
 from hetspec.sources import named_texts
 from hetspec.tracking import Store, load_pair
