@@ -21,12 +21,12 @@ from hetspec.runtime.algorithms import (
     KernelDraft,
     LookAhead,
     Plain,
-    TargetKernel,
 )
 from hetspec.runtime.boundaries import FirstTarget, LongerTokens
 from hetspec.runtime.context import DrafterContext
 from hetspec.runtime.decode import Decoder
 from hetspec.runtime.enumerated import EnumeratedSLRS
+from hetspec.runtime.kernels import Redistribution, TargetKernel, cold_law
 from hetspec.runtime.laws import Warping
 from hetspec.runtime.plan import FixedLength
 from hetspec.runtime.verify import Proposal, Verdict
@@ -123,6 +123,34 @@ def rdk(mapping, target, drafter, warping, ends, cls=KernelDraft):
     return cls("rdk", random_kernel(mapping), settings(mapping, target, drafter, warping, ends))
 
 
+def mixed(mapping, theta, lam, kept=None):
+    """RDK's general law: TLI, a kernel and the cold mean law; with a pruned head, over the kept drafter ids."""
+    width = len(mapping.t2d)
+    intersection, kernel = TargetKernel.from_map(mapping.d2t, width), random_kernel(mapping)
+    if kept is not None:
+        intersection, kernel = intersection.restricted(kept), kernel.restricted(kept)
+    reached = np.zeros(width, dtype=bool)
+    reached[intersection.columns.numpy()] = True
+    mu = np.random.default_rng(3).dirichlet(np.ones(width))
+    return Redistribution(intersection, kernel, cold_law(mu, reached), theta, lam)
+
+
+def rdk_mixed(mapping, target, drafter, warping, ends, cls=KernelDraft):
+    return cls("rdk", mixed(mapping, 0.2, 0.3), settings(mapping, target, drafter, warping, ends))
+
+
+def rdk_mean(mapping, target, drafter, warping, ends, cls=KernelDraft):
+    return cls("rdk", mixed(mapping, 0.35, 0.0), settings(mapping, target, drafter, warping, ends))
+
+
+KEPT = np.array([0, 3, 4])  # b"b", b"ab", <eos>
+
+
+def rdk_pruned(mapping, target, drafter, warping, ends, cls=KernelDraft):
+    """A drafter whose head has lost b"a" and b"aa" (the table's zeros); b"a" comes back by redistribution."""
+    return cls("rdk", mixed(mapping, 0.2, 0.3, KEPT), settings(mapping, target, drafter, warping, ends))
+
+
 def slrs_first(mapping, target, drafter, warping, ends, cls=KernelDraft):
     kernel = TargetKernel.from_map(mapping.first, len(mapping.t2d))
     return cls("slrs", kernel, settings(mapping, target, drafter, warping, ends))
@@ -153,6 +181,9 @@ ALL = {
     "slem": slem,
     "tli": tli,
     "rdk": rdk,
+    "rdk mixed": rdk_mixed,
+    "rdk mean": rdk_mean,
+    "rdk pruned": rdk_pruned,
     "slrs-4a": slrs_enumerated,
     "slrs-4b": slrs_first,
     "slrs-4d": slrs_no_healing,
@@ -169,7 +200,8 @@ RUNS = [(name, seed) for name in ALL for seed in (SEEDS if name in ("slem", "tli
 def test_joint_law_is_the_targets(name, seed):
     # The enumerated form takes V_d times the forwards: one candidate, two tokens.
     sizes = {"k": 1, "n": 2} if name == "slrs-4a" else {"k": K, "n": N}
-    law = joint(ALL[name], seed, **sizes)
+    zeros_d = tuple(set(range(5)) - set(KEPT.tolist())) if name == "rdk pruned" else ()
+    law = joint(ALL[name], seed, **sizes, zeros_d=zeros_d)
     assert abs(sum(law.values()) - 1) < 1e-12
     assert total_variation(law, truth(seed, n=sizes["n"])) < 1e-12
 
@@ -369,6 +401,51 @@ class TokenThenColumn(KernelDraft):
     ],
 )
 def test_law_mutants_are_rejected(make, mutant, seed):
+    law = joint(functools.partial(make, cls=mutant), seed)
+    assert total_variation(law, truth(seed)) > 1e-3
+
+
+class JudgedByTLI(Judged):
+    """Drawn from the redistributed law, judged by TLI's."""
+
+    def propose(self, context, behind, n, rng):
+        self.tli_laws = []
+        honest = self.kernel.intersection.apply
+
+        def spy(q):
+            tli = honest(q)
+            self.tli_laws.append(tli / tli.sum())
+            return tli
+
+        self.kernel.intersection.apply = spy
+        try:
+            return super().propose(context, behind, n, rng)
+        finally:
+            del self.kernel.intersection.apply
+
+    def judge(self, j, pi):
+        return self.tli_laws[j].clamp(min=1e-3)
+
+
+class AnotherTheta(JudgedByTLI):
+    """Drawn with one θ, judged with another."""
+
+    def judge(self, j, pi):
+        cold = self.kernel.cold
+        return (pi + 0.15 * cold - 0.15 * self.tli_laws[j]).clamp(min=1e-3)
+
+
+class NotNormalisedBeforeMixing(JudgedByTLI):
+    """Drawn from the normalised mixture, judged by one whose TLI part kept its sum q(I)."""
+
+    def judge(self, j, pi):
+        return (pi - 0.4 * (1 - self.kernel.theta) * self.tli_laws[j]).clamp(min=1e-3)
+
+
+@pytest.mark.parametrize("seed", MUTANT_SEEDS)
+@pytest.mark.parametrize("make", [rdk_mixed, rdk_mean])
+@pytest.mark.parametrize("mutant", [JudgedByTLI, AnotherTheta, NotNormalisedBeforeMixing, JudgedUnnormalised])
+def test_redistribution_mutants_are_rejected(make, mutant, seed):
     law = joint(functools.partial(make, cls=mutant), seed)
     assert total_variation(law, truth(seed)) > 1e-3
 

@@ -26,9 +26,10 @@ MAY_IMPORT = {
     "packaged": FOUNDATION | {"tokenizer_files"},
     "sources": FOUNDATION | {"vocab", "artifact", "packaged", "tokenizer_files"},
     "tracking": FOUNDATION | {"vocab", "artifact"},
-    "runtime": FOUNDATION | {"vocab", "segment", "artifact", "sources", "runtime"},
-    "prep": FOUNDATION | {"vocab", "segment", "artifact", "sources", "runtime", "prep"},
-    "demo": FOUNDATION | {"vocab", "segment", "artifact", "sources", "runtime", "prep", "tracking", "console"},
+    "runtime": FOUNDATION | {"vocab", "segment", "parts", "artifact", "sources", "runtime"},
+    "prep": FOUNDATION | {"vocab", "segment", "parts", "artifact", "sources", "runtime", "prep"},
+    "demo": FOUNDATION
+    | {"vocab", "segment", "artifact", "sources", "runtime", "prep", "tracking", "console"},
     "console": FOUNDATION | {"artifact", "sources", "runtime", "tracking"},
     "cli_prep": FOUNDATION | {"console", "artifact", "sources", "packaged", "runtime", "prep", "tracking"},
     "cli": FOUNDATION | {"console", "cli_prep", "demo"},

@@ -16,10 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hetspec.artifact import Kernel, VocabularyMap
+from hetspec.artifact import VocabularyMap
 from hetspec.runtime import laws
 from hetspec.runtime.boundaries import FirstTarget, LongerTokens
 from hetspec.runtime.context import DrafterContext
+from hetspec.runtime.kernels import Proposer
 from hetspec.runtime.laws import Warping
 from hetspec.runtime.rng import Rng
 from hetspec.runtime.verify import Proposal
@@ -154,39 +155,6 @@ class SLEM:
 # -- TLI, RDK, SLRS: candidates drawn from explicit laws ---------------------------------------------------------
 
 
-class TargetKernel:
-    """A sparse non-negative matrix from drafter ids to target ids on the device, for `q·K` (ALGORITHMS §6).
-
-    Args:
-        rows, columns, weights: of the non-zero entries, any order; int64, int64, float.
-        width: V_t.
-    """
-
-    def __init__(self, rows: np.ndarray, columns: np.ndarray, weights: np.ndarray, width: int) -> None:
-        self.rows = torch.from_numpy(rows.astype(np.int64))
-        self.columns = torch.from_numpy(columns.astype(np.int64))
-        self.weights = torch.from_numpy(weights.astype(np.float64))
-        self.width = width
-
-    @classmethod
-    def from_map(cls, images: np.ndarray, width: int) -> TargetKernel:
-        """The 0/1 matrix of a partial map (−1: none), as TLI and SLRS-4b use it."""
-        rows = np.flatnonzero(images >= 0)
-        return cls(rows, images[rows], np.ones(len(rows)), width)
-
-    @classmethod
-    def from_kernel(cls, kernel: Kernel, width: int) -> TargetKernel:
-        """A stored kernel."""
-        rows = np.repeat(np.arange(len(kernel.indptr) - 1), np.diff(kernel.indptr))
-        return cls(rows, kernel.indices, kernel.weights, width)
-
-    def apply(self, q: Tensor) -> Tensor:
-        """`q·K`, [V_t] from [V_d]; masses of drafter ids with one image add."""
-        if self.weights.dtype != q.dtype:
-            self.weights = self.weights.to(q.dtype)
-        return torch.zeros(self.width, dtype=q.dtype).index_add_(0, self.columns, q[self.rows] * self.weights)
-
-
 @dataclass
 class DraftSettings:
     """What every law-based algorithm needs to know about its pair and its generation."""
@@ -205,7 +173,7 @@ class KernelDraft:
 
     - TLI (Timor et al. 2502.05202, Algorithm 4): K is the 0/1 intersection map, so `π = q/q(I)` on I.
     - SLRS-4b (reconstruction): K is the 0/1 map to the first target token of each drafter token's bytes.
-    - RDK (Timor et al. 2506.03206, Algorithm 2 in spirit): K is a stored row-stochastic kernel.
+    - RDK (Timor et al. 2506.03206, Algorithm 2 in spirit): `π` is a `Redistribution` of q' by a stored kernel.
     - SLRS-4d (reconstruction) adds a `LookAhead`, and a `Healing` of the boundary before each position.
 
     At temperature 0 the candidate is the mode of `π`.
@@ -214,7 +182,7 @@ class KernelDraft:
     def __init__(
         self,
         name: str,
-        kernel: TargetKernel,
+        kernel: Proposer,
         settings: DraftSettings,
         look_ahead: LookAhead | None = None,
         healing: Healing | None = None,
@@ -348,7 +316,7 @@ class Ahead:
     firsts: Tensor
     image: int
 
-    def law(self, q: Tensor, kernel: TargetKernel) -> Tensor:
+    def law(self, q: Tensor, kernel: Proposer) -> Tensor:
         """`Σ_{d'≠d} q(d')K(d',·) + q(d)·[Σ_e q(e│c·d)·1[F(d,e) = ·] + rest·1[image]]`, [V_t] (ALGORITHMS §4d)."""
         others = q.clone()
         others[self.d] = 0

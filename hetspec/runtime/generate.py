@@ -19,6 +19,7 @@ from torch import Tensor
 
 from hetspec.artifact import PairArtifact
 from hetspec.errors import IncompatiblePair, InvalidInput
+from hetspec.parts import KERNEL_PRIORS
 from hetspec.runtime.algorithms import (
     ALGORITHMS,
     SLEM,
@@ -28,13 +29,13 @@ from hetspec.runtime.algorithms import (
     KernelDraft,
     LookAhead,
     Plain,
-    TargetKernel,
 )
 from hetspec.runtime.auto import AutoChoice, Record
 from hetspec.runtime.boundaries import FirstTarget, LongerTokens
 from hetspec.runtime.context import DrafterContext
 from hetspec.runtime.decode import Decoder, DecodeStats
 from hetspec.runtime.enumerated import EnumeratedSLRS
+from hetspec.runtime.kernels import Redistribution, TargetKernel, redistribution
 from hetspec.runtime.laws import Warping
 from hetspec.runtime.options import Options, from_generation_config
 from hetspec.runtime.plan import AutoLength, DraftLength, FixedLength
@@ -85,6 +86,13 @@ class PairTools:
         self.map = pair.map.widened(width, drafter_rows)
         self.intersection = TargetKernel.from_map(self.map.d2t, width)
         self.first_kernel = TargetKernel.from_map(self.map.first, width)
+        self.kept = (
+            None if drafter.model is None or drafter.model.kept is None else drafter.model.kept.numpy()
+        )
+        if self.kept is not None:
+            self.intersection = self.intersection.restricted(self.kept)
+        self.kernels = pair.kernels
+        self._redistributions: dict[str, Redistribution] = {}
         stored = pair.kernels.get("cosegment")
         self.cosegment = None if stored is None else TargetKernel.from_kernel(stored, width)
         # Without a stored kernel nothing is known about a token's image, so every position may look ahead.
@@ -92,6 +100,14 @@ class PairTools:
         if stored is not None:
             known = stored.row_maxima()[:drafter_rows]
             self.certainty[: len(known)] = known
+
+    def redistribution(self, prior: str) -> Redistribution:
+        """RDK's law with a stored kernel and the weights fitted for the head in use; made once."""
+        if prior not in self._redistributions:
+            self._redistributions[prior] = redistribution(
+                self.kernels[prior], self.intersection, kept=self.kept
+            )
+        return self._redistributions[prior]
 
     @functools.cached_property
     def longer(self) -> LongerTokens:
@@ -114,9 +130,11 @@ class Engine:
         drafter: the model that proposes; None allows only the algorithm "none".
         pair: the artifact of the two tokenizers; None allows only "none".
         target_tokenizer, drafter_tokenizer: by default those recorded in the pair.
+        full_head: compute the drafter's whole LM head even if the pair has a pruned one.
 
     Raises:
         StaleArtifact: the pair was built for other tokenizers.
+        UnsupportedModel: a model cannot be used, or its head not pruned.
     """
 
     def __init__(
@@ -127,6 +145,7 @@ class Engine:
         *,
         target_tokenizer: Any = None,
         drafter_tokenizer: Any = None,
+        full_head: bool = False,
     ) -> None:
         if pair is None and target_tokenizer is None:
             raise InvalidInput("no pair and no target_tokenizer given.", "Pass pair=hetspec.load_pair(…).")
@@ -143,7 +162,8 @@ class Engine:
         self.drafter = None
         if drafter is not None:
             assert pair is not None
-            self.drafter = make_side(drafter, drafter_tokenizer, pair.drafter, "drafter")
+            head = None if full_head or pair.head is None else pair.head.kept
+            self.drafter = make_side(drafter, drafter_tokenizer, pair.drafter, "drafter", head)
         self._check()
 
     def _check(self) -> None:
@@ -201,6 +221,7 @@ class Engine:
         num_draft_tokens: int | str = "auto",
         generation_config: Any = None,
         slrs_form: str = "lookahead",
+        prior: str = "auto",
         seed: int | None = None,
         rng: Rng | None = None,
         draft_temperature: float | None = None,
@@ -218,6 +239,7 @@ class Engine:
             num_draft_tokens: candidates per step (drafter tokens for "slem"), or "auto".
             generation_config: a transformers GenerationConfig; by default the target model's own.
             slrs_form: "lookahead" (4d, with healing), "first" (4b) or "enumerated" (4a) for "slrs".
+            prior: which kernel "rdk" uses; "auto" takes the one with the best held-out acceptance.
             seed: makes the generation repeatable.
             rng: replaces the source of every draw.
             draft_temperature, draft_top_k, draft_top_p: the drafter's; by default the target's temperature.
@@ -254,7 +276,7 @@ class Engine:
             plan = chosen = self._auto(slrs_form, options, draft_warping, num_draft_tokens, seeded=seeded)
         else:
             name = "none" if algorithm == "auto" else algorithm
-            chosen = self._algorithm(name, slrs_form, options, draft_warping)
+            chosen = self._algorithm(name, slrs_form, options, draft_warping, prior)
             plan = self._plan(num_draft_tokens, seeded=seeded)
         limit = options.new_tokens(len(prompt))
         if limit < 1:
@@ -290,7 +312,9 @@ class Engine:
         assert self.pair is not None
         return PairTools(self.pair, self.target, self.drafter)
 
-    def _algorithm(self, name: str, form: str, options: Options, draft_warping: Warping) -> Algorithm:
+    def _algorithm(
+        self, name: str, form: str, options: Options, draft_warping: Warping, prior: str = "auto"
+    ) -> Algorithm:
         if form not in SLRS_FORMS:
             raise InvalidInput(f"unknown slrs_form {form!r}.", f"Choose one of {', '.join(SLRS_FORMS)}.")
         if name not in ALGORITHMS:
@@ -329,13 +353,7 @@ class Engine:
                 )
             return KernelDraft("tli", tools.intersection, settings)
         if name == "rdk":
-            if tools.cosegment is None:
-                raise IncompatiblePair(
-                    "the pair has no affinity kernel, which rdk needs.",
-                    f"Build one: hetspec-prep build-affinity {self.pair.target.name} {self.pair.drafter.name} "
-                    "--prior cosegment.",
-                )
-            return KernelDraft("rdk", tools.cosegment, settings)
+            return KernelDraft("rdk", tools.redistribution(self._rdk_prior(prior)), settings)
         kernel = tools.first_kernel if form == "first" or tools.cosegment is None else tools.cosegment
         if form == "enumerated":
             return EnumeratedSLRS(settings, self.target.segmenter)
@@ -347,6 +365,30 @@ class Engine:
             settings,
             LookAhead(tools.first, tools.certainty),
             Healing(tools.longer, self.drafter.vocabulary),
+        )
+
+    def _rdk_prior(self, asked: str) -> str:
+        """The prior of the kernel that rdk uses: the one asked for, else the one with the best held-out acceptance."""
+        assert self.pair is not None
+        kernels = self.pair.kernels
+        if asked != "auto" and asked not in KERNEL_PRIORS:
+            raise InvalidInput(
+                f"unknown prior {asked!r}.", f"Choose one of auto, {', '.join(KERNEL_PRIORS)}."
+            )
+        if not kernels or (asked != "auto" and asked not in kernels):
+            names = f"{self.pair.target.name} {self.pair.drafter.name}"
+            raise IncompatiblePair(
+                "the pair has no affinity kernel, which rdk needs."
+                if not kernels
+                else f"the pair has no {asked} kernel, only {', '.join(kernels)}.",
+                f"Build one: hetspec-prep build-affinity {names} "
+                f"--prior {'cosegment' if asked == 'auto' else asked}.",
+            )
+        if asked != "auto":
+            return asked
+        figures = self.pair.figures.get("affinity", {})
+        return max(
+            kernels, key=lambda name: (figures.get(name, {}).get("held_out_rate", 0.0), name == "cosegment")
         )
 
     def _auto(

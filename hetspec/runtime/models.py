@@ -6,10 +6,12 @@ returns logits for the last of them, and can be cut back. Knows nothing about vo
 
 from __future__ import annotations
 
+import copy
 import inspect
 import time
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -38,12 +40,13 @@ class CachedModel:
 
     Args:
         model: a decoder-only model; neither it nor its configuration is changed.
+        kept: int[h], rows of the LM head to compute; all others have no probability. None for all.
 
     Raises:
-        UnsupportedModel: the model is encoder-decoder or its state cannot be cropped.
+        UnsupportedModel: the model is encoder-decoder, its state cannot be cropped, or its head not pruned.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, kept: np.ndarray | None = None) -> None:
         config = model.config.get_text_config()
         name = getattr(model.config, "_name_or_path", "") or type(model).__name__
         if getattr(model.config, "is_encoder_decoder", False):
@@ -66,6 +69,8 @@ class CachedModel:
         self.cache_argument = "cache" if "cache" in parameters else "past_key_values"
         self.keeps_logits = "logits_to_keep" in parameters
         self.device = model.device
+        self.kept = None if kept is None else torch.from_numpy(kept.astype(np.int64))
+        self.reader = model if self.kept is None else with_pruned_head(model, self.kept)
 
     @property
     def rows(self) -> int:
@@ -75,11 +80,58 @@ class CachedModel:
     @property
     def weight_bytes(self) -> int:
         """Bytes of weights a forward of one token reads; what a step costs on a memory-bound machine."""
-        return sum(p.numel() * p.element_size() for p in self.model.parameters())
+        head = self.model.get_output_embeddings().weight
+        dropped = 0 if self.kept is None else self.rows - len(self.kept)
+        whole = sum(p.numel() * p.element_size() for p in self.model.parameters())
+        return int(whole - dropped * head.shape[1] * head.element_size())
 
     def new_row(self) -> ModelRow:
         """A fresh, empty sequence."""
         return ModelRow(self)
+
+
+def with_pruned_head(model: Any, kept: Tensor) -> Any:
+    """A view of a model that computes only some rows of its LM head; the model itself stays as it is.
+
+    Modules and weights are shared, except the head; tied input embeddings stay whole. Scalings and soft caps that
+    the model applies to its logits apply as before.
+
+    Args:
+        model: a transformers causal language model.
+        kept: int64[h], rows of the head.
+
+    Raises:
+        UnsupportedModel: the head is not a plain linear layer in floating point.
+    """
+    head = model.get_output_embeddings()
+    weight: Any = getattr(head, "weight", None)
+    if type(head) is not torch.nn.Linear or not weight.is_floating_point() or weight.is_meta:
+        raise UnsupportedModel(
+            f"the LM head of {type(model).__name__} is {type(head).__name__}, not a plain linear layer.",
+            "Use the full head, or a drafter that is not quantised.",
+        )
+    with torch.no_grad():
+        sliced = torch.nn.Linear(
+            head.in_features, len(kept), bias=head.bias is not None, device="meta", dtype=weight.dtype
+        )
+        rows = kept.to(weight.device)
+        sliced.weight = torch.nn.Parameter(weight[rows], requires_grad=False)
+        if head.bias is not None:
+            sliced.bias = torch.nn.Parameter(head.bias[rows], requires_grad=False)
+    path = next(name for name, module in model.named_modules() if module is head).split(".")
+    view = parent = _shallow(model)
+    for name in path[:-1]:
+        parent._modules[name] = _shallow(parent._modules[name])
+        parent = parent._modules[name]
+    parent._modules[path[-1]] = sliced
+    return view
+
+
+def _shallow(module: Any) -> Any:
+    """A module of the same class that shares everything, with its own list of children."""
+    clone = copy.copy(module)
+    clone._modules = dict(module._modules)
+    return clone
 
 
 class ModelRow:
@@ -115,13 +167,21 @@ class ModelRow:
         tokens = torch.tensor([ids], device=model.device)
         extra: dict[str, Any] = {"logits_to_keep": keep} if model.keeps_logits else {}
         with torch.inference_mode():
-            logits: Tensor = model.model(
+            logits: Tensor = model.reader(
                 input_ids=tokens, use_cache=True, **{model.cache_argument: self._cache}, **extra
             ).logits[0, -keep:]
         self.length += len(ids)
         self.forwards += 1
         self.tokens_fed += len(ids)
         logits = logits.to("cpu")  # laws are computed on the host; no copy where the model is there too
+        if model.kept is not None:
+            if logits.shape[-1] != len(model.kept):
+                raise UnsupportedModel(
+                    f"{model.name} does not compute its logits with its LM head, so the head cannot be pruned.",
+                    "Use the full head.",
+                )
+            whole = logits.new_full((keep, self.rows), -torch.inf)
+            logits = whole.index_copy_(1, model.kept, logits)
         self.seconds += time.perf_counter() - started
         return logits
 

@@ -6,6 +6,7 @@ import numbers
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from hetspec.errors import IncompatiblePair, InvalidInput
@@ -24,6 +25,7 @@ class Side:
         model: a transformers causal language model, or None.
         name: for messages.
         eos_ids, turn_end_ids: as recorded in the pair.
+        kept: rows of the model's LM head to compute; None for all.
     """
 
     def __init__(
@@ -34,6 +36,7 @@ class Side:
         name: str,
         eos_ids: tuple[int, ...],
         turn_end_ids: tuple[int, ...],
+        kept: np.ndarray | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.backend = getattr(tokenizer, "backend_tokenizer", None) or getattr(
@@ -44,7 +47,7 @@ class Side:
                 f"{type(tokenizer).__name__} of {name} is not a fast tokenizer.",
                 "Load it with AutoTokenizer and a tokenizer.json.",
             )
-        self.model = None if model is None else CachedModel(model)
+        self.model = None if model is None else CachedModel(model, kept)
         self._recorded = (name, eos_ids, turn_end_ids)
         self._stamp: tuple[Any, ...] | None = None
         self.refresh()
@@ -95,7 +98,7 @@ class Side:
         return list(self.whole.encode(rendered, add_special_tokens=False).ids)
 
 
-def make_side(model: Any, tokenizer: Any, identity: Any, role: str) -> Side:
+def make_side(model: Any, tokenizer: Any, identity: Any, role: str, kept: np.ndarray | None = None) -> Side:
     """A side from what the user gave, or from what the pair recorded."""
     if tokenizer is None:
         from hetspec.sources import hub_commit, load_tokenizer
@@ -104,7 +107,7 @@ def make_side(model: Any, tokenizer: Any, identity: Any, role: str) -> Side:
     name = identity.name if identity is not None else role
     eos_ids = identity.eos_ids if identity is not None else ()
     turn_end_ids = identity.turn_end_ids if identity is not None else ()
-    return Side(tokenizer, model, name=name, eos_ids=eos_ids, turn_end_ids=turn_end_ids)
+    return Side(tokenizer, model, name=name, eos_ids=eos_ids, turn_end_ids=turn_end_ids, kept=kept)
 
 
 def first_bytes(text: bytes, target_adds: bool, drafter_adds: bool) -> bytes:
