@@ -34,7 +34,7 @@ from hetspec.parts import (
     VocabularyMap,
     is_sha256,
 )
-from hetspec.vocab import Kind, Vocabulary
+from hetspec.vocab import Vocabulary
 
 __all__ = [
     "Calibration",
@@ -139,7 +139,9 @@ class PairArtifact:
         self.target.require(target, "target")
         self.drafter.require(drafter, "drafter")
         if self.head is not None:
-            single = np.flatnonzero(drafter.kinds == Kind.BYTE)
+            single = np.array(
+                [d for d, piece in enumerate(drafter.pieces) if len(piece) == 1], dtype=np.int64
+            )
             if not np.isin(single[self.reachable[single]], self.head.kept).all():
                 raise InvalidArtifact("head: a single-byte token of the drafter is missing.", REBUILD)
 

@@ -11,7 +11,9 @@ from typing import Annotated, Any
 
 import typer
 
-from hetspec.cli_prep import prep_app
+import hetspec.cli_predict
+import hetspec.cli_prep
+import hetspec.cli_tune  # noqa: F401 - each registers its commands with prep_app
 from hetspec.console import (
     Json,
     Quiet,
@@ -19,6 +21,7 @@ from hetspec.console import (
     Voice,
     load,
     load_engine,
+    prep_app,
     print_json,
     quiet_libraries,
     reporting,
@@ -61,6 +64,10 @@ def generate(
     slrs_form: Annotated[
         str, typer.Option(help="lookahead (4d), first (4b) or enumerated (4a, tiny vocabularies only).")
     ] = "lookahead",
+    prior: Annotated[str, typer.Option(help="Which kernel rdk uses; auto: the best held out.")] = "auto",
+    full_head: Annotated[
+        bool, typer.Option("--full-head", help="Do not use the pair's pruned head.")
+    ] = False,
     num_draft_tokens: Annotated[str, typer.Option(help="Draft length, or auto.")] = "auto",
     temperature: Annotated[float, typer.Option(help="0 decodes greedily.")] = 0.0,
     top_k: Annotated[int, typer.Option(help="0 is off.")] = 0,
@@ -91,7 +98,7 @@ def generate(
         if len(pair) == 1 and not Path(pair[0]).is_dir()
         else pair
     )
-    artifact, _, _ = load(names, tracking_uri, prefer="kernel-cosegment")
+    artifact, _, _ = load(names, tracking_uri, prefer="kernel-")
     engine = load_engine(
         artifact,
         target=target,
@@ -100,12 +107,14 @@ def generate(
         device=device,
         draft_device=draft_device or device,
         dtype=dtype,
+        full_head=full_head,
         say=say,
     )
     inputs: Any = [{"role": "user", "content": text}] if chat else text
     options: dict[str, Any] = {
         "algorithm": algorithm,
         "slrs_form": slrs_form,
+        "prior": prior,
         "num_draft_tokens": draft_length,
         "max_new_tokens": max_new_tokens,
         "seed": seed,

@@ -19,9 +19,9 @@ from hetspec.console import (
     Uri,
     Voice,
     load,
+    prep_app,
     print_json,
     print_table,
-    progress_bar,
     reporting,
     texts_of,
 )
@@ -29,13 +29,6 @@ from hetspec.errors import InvalidArtifact, InvalidInput
 
 if TYPE_CHECKING:
     from hetspec.tracking import StoredPair
-
-prep_app = typer.Typer(
-    name="hetspec-prep",
-    help="Prepare (target, drafter) pairs.",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-)
 
 
 @prep_app.command("build-map")
@@ -88,78 +81,8 @@ def build_map(
     elif quiet:
         print(stored.run_id)
     else:
-        _show_pair(pair, title=f"{target} ← {drafter}")
+        show_pair(pair, title=f"{target} ← {drafter}")
         print(f"MLflow run  {stored.run_id}\nartifact    {folder}")
-
-
-@prep_app.command("build-affinity")
-@reporting
-def build_affinity(
-    pair: PairName,
-    prior: Annotated[str, typer.Option(help="cosegment.")] = "cosegment",
-    text: Annotated[
-        list[str] | None, typer.Option(help="stdlib, humaneval, passages or a file; may be repeated.")
-    ] = None,
-    smoothing: Annotated[float, typer.Option(min=0.0, help="Pseudo-counts of each token's image.")] = 1.0,
-    top: Annotated[int, typer.Option(min=1, help="Entries kept per row.")] = 64,
-    output: Annotated[str, typer.Option(help="Also save the artifact to this new directory.")] = "",
-    tracking_uri: Uri = "",
-    as_json: Json = False,
-    quiet: Quiet = False,
-) -> None:
-    """Add an affinity kernel to a pair: a new artifact and a new run; the old ones stay."""
-    from hetspec.prep.build import add_cosegment, prepare, summary
-    from hetspec.prep.report import kernel_plots
-    from hetspec.sources import hub_commit, load_tokenizer
-    from hetspec.tracking import Store
-
-    if prior != "cosegment":
-        raise InvalidInput(f"unknown prior {prior!r}.", "Choose cosegment.")
-    if output and Path(output).exists():
-        raise InvalidInput(f"{output} exists already; artifacts are immutable.", "Choose a new directory.")
-    say = Voice(as_json or quiet)
-    names = text or ["stdlib"]
-    texts = [part for name in names for part in texts_of(name)]
-    store = Store(tracking_uri or None)
-    old, _, parent = load(pair, tracking_uri)
-    say(f"reading the tokenizers of {old.target.name} and {old.drafter.name}")
-    target, drafter = (
-        prepare(load_tokenizer(side.name, revision=hub_commit(side.revision)))
-        for side in (old.target, old.drafter)
-    )
-    old.require(target.vocabulary, drafter.vocabulary)
-    total = sum(len(part.encode()) for part in texts)
-    with progress_bar(total, "counting co-segmentations", silent=as_json or quiet) as progress:
-        new, result = add_cosegment(
-            old, target, drafter, texts, names, smoothing=smoothing, top=top, progress=progress
-        )
-    figures = new.figures["affinity"][prior]
-    if output:
-        new.save_pretrained(output)
-    stored = store.log_pair(
-        new,
-        stage="build-affinity",
-        params={"prior": prior, "texts": " ".join(names), "smoothing": smoothing, "top": top},
-        figures=kernel_plots(new, result),
-        note=summary(new),
-        parent_run=parent or None,
-    )
-    folder = Path(output).absolute() if output else stored.artifact_dir
-    if as_json:
-        print_json(
-            {
-                "run_id": stored.run_id,
-                "parent_run": parent,
-                "artifact_dir": str(folder),
-                "affinity": {prior: figures},
-                "seconds": figures["seconds"],
-            }
-        )
-    elif quiet:
-        print(stored.run_id)
-    else:
-        _show_pair(new, title=f"{new.target.name} ← {new.drafter.name}")
-        print(f"MLflow run  {stored.run_id} (extends {parent or folder})\nartifact    {folder}")
 
 
 @prep_app.command("list")
@@ -227,7 +150,7 @@ def show(pair: PairName, tracking_uri: Uri = "", as_json: Json = False) -> None:
             }
         )
         return
-    _show_pair(artifact, title=f"{artifact.target.name} ← {artifact.drafter.name}")
+    show_pair(artifact, title=f"{artifact.target.name} ← {artifact.drafter.name}")
     if run_id:
         print(f"MLflow run  {run_id}")
     print(f"artifact    {folder}")
@@ -323,7 +246,7 @@ def _map_record(pair: Any, stored: StoredPair, folder: Path) -> dict[str, Any]:
     }
 
 
-def _show_pair(pair: Any, title: str) -> None:
+def show_pair(pair: Any, title: str) -> None:
     rows = [
         ["tokenizer", pair.target.style, pair.drafter.style],
         ["model rows", f"{pair.target.rows:,}", f"{pair.drafter.rows:,}"],
@@ -335,14 +258,44 @@ def _show_pair(pair: Any, title: str) -> None:
         raise InvalidArtifact(
             f"the figures of {title} are not those of a built map.", "Rebuild it: hetspec-prep build-map."
         ) from None
-    for prior, kernel in pair.kernels.items():
-        known = figures_of(pair, prior)
-        rows.append([f"kernel {prior}", f"{len(kernel.indices):,} entries", ""])
-        if known:
-            rows.append(["… from", str(known["texts"]), f"{known['target_tokens']:,} target tokens"])
-            rows.append(["… rows seen in the text", "", f"{100 * known['rows_seen_fraction']:.1f} %"])
-            rows.append(["… of its tokens uncertain", "", f"{100 * known['uncertain_mass']:.1f} %"])
+    try:
+        rows += [row for prior, kernel in pair.kernels.items() for row in _kernel_rows(pair, prior, kernel)]
+        rows += _tuning_rows(pair.figures)
+    except (KeyError, TypeError, ValueError, AttributeError):
+        raise InvalidArtifact(
+            f"the figures of {title} are not those of its parts.", "Rebuild it: hetspec-prep build-map."
+        ) from None
     print_table(["", "target", "drafter"], rows, title=title)
+
+
+def _kernel_rows(pair: Any, prior: str, kernel: Any) -> list[list[str]]:
+    known = figures_of(pair, prior)
+    rows = [[f"kernel {prior}", f"{len(kernel.indices):,} entries", ""]]
+    if "texts" in known:
+        rows.append(["… from", str(known["texts"]), f"{known['target_tokens']:,} target tokens"])
+        rows.append(["… rows seen in the text", "", f"{100 * known['rows_seen_fraction']:.1f} %"])
+        rows.append(["… of its tokens uncertain", "", f"{100 * known['uncertain_mass']:.1f} %"])
+    if "gain" in known:
+        weights = f"θ {known['theta']:.3f}  λ {known['lam']:.3f}"
+        interval = f"{known['gain']:+.4f} ({known['gain_low']:+.4f} to {known['gain_high']:+.4f})"
+        rows.append(["… held-out gain over TLI", interval, weights])
+    return rows
+
+
+def _tuning_rows(figures: dict[str, Any]) -> list[list[str]]:
+    rows = []
+    if calibrated := figures.get("calibration"):
+        rows.append(
+            [
+                f"calibrated on ({calibrated['text']})",
+                f"{calibrated['target_tokens']:,} tokens",
+                f"{calibrated['fit_contexts']:,} + {calibrated['held_out_contexts']:,} contexts",
+            ]
+        )
+        rows.append(["… target mass in I", f"{100 * calibrated['target_mass_in_intersection']:.1f} %", ""])
+    if pruned := figures.get("prune"):
+        rows.append(["LM head kept", "", f"{pruned['size']:,} rows ({100 * pruned['share']:.1f} %)"])
+    return rows
 
 
 def _figure_rows(figures: dict[str, Any]) -> list[list[str]]:

@@ -20,6 +20,13 @@ if TYPE_CHECKING:
     from hetspec.runtime.generate import Engine
     from hetspec.tracking import StoredPair
 
+prep_app = typer.Typer(
+    name="hetspec-prep",
+    help="Prepare (target, drafter) pairs.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only the result.")]
 Uri = Annotated[
@@ -116,6 +123,7 @@ def load_engine(
     device: str = "cpu",
     draft_device: str = "cpu",
     dtype: str = "bfloat16",
+    full_head: bool = False,
     say: Callable[[str], None] = lambda _: None,
 ) -> Engine:
     """Loads the models of a pair and makes them ready to generate."""
@@ -141,6 +149,7 @@ def load_engine(
         artifact,
         target_tokenizer=load_tokenizer(target, revision=target_at),
         drafter_tokenizer=load_tokenizer(drafter, revision=drafter_at) if with_drafter else None,
+        full_head=full_head,
     )
 
 
@@ -155,13 +164,28 @@ def sampling(temperature: float, top_k: int, top_p: float, min_p: float) -> dict
 
 
 def texts_of(name: str) -> list[str]:
-    """Texts by name, or one file."""
+    """Texts by name, one file, or a JSON-lines file with a text (or an object's "text" or "prompt") on each line."""
     from hetspec.sources import named_texts
 
     path = Path(name)
-    if path.is_file():
-        return [path.read_text(encoding="utf-8", errors="replace")]
-    return named_texts(name)
+    if not path.is_file():
+        return named_texts(name)
+    text = path.read_text(encoding="utf-8", errors="replace")
+    if path.suffix != ".jsonl":
+        return [text] if text else []
+    found = []
+    for number, line in enumerate(text.splitlines(), 1):
+        try:
+            record = json.loads(line)
+        except ValueError:
+            record = None
+        value = (record.get("text") or record.get("prompt")) if isinstance(record, dict) else record
+        if not isinstance(value, str) or not value:
+            raise InvalidInput(
+                f"line {number} of {name} is no text.", 'Each line must be a string or {"text": "…"}.'
+            )
+        found.append(value)
+    return found
 
 
 def load(reference: list[str], uri: str, prefer: str = "") -> tuple[Any, Path, str]:

@@ -37,7 +37,7 @@ def run_demo(
     """
     from hetspec.console import load_engine
     from hetspec.prep.build import add_cosegment, build_pair, corpus, prepare, summary
-    from hetspec.prep.report import kernel_plots, map_plots
+    from hetspec.prep.report import cosegment_plots, map_plots
     from hetspec.sources import ensure_packaged, load_tokenizer, named_texts, packaged_names
     from hetspec.tracking import Store
 
@@ -62,7 +62,7 @@ def run_demo(
         pair,
         stage="build-affinity",
         params={"prior": "cosegment", "texts": "stdlib"},
-        figures=kernel_plots(pair, result),
+        figures=cosegment_plots(pair, result),
         note=summary(pair),
         parent_run=first.run_id,
     )

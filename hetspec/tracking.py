@@ -13,9 +13,9 @@ import re
 import sqlite3
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 PAIRS, BENCH = "hetspec-pairs", "hetspec-bench"
 ARTIFACT_PATH = "pair"
+PREFERRED = "kernel-"  # names lead to the newest run with a kernel, if there is one
 
 # The closed list of metric names, the same for every pair, so that the UI's compare view lines runs up.
 # The part before the first "/" is the section of the chart view; units are in the names.
@@ -54,6 +55,31 @@ METRICS = {
     "affinity/uncertain_mass_frac": "share of the text's drafter tokens whose row leaves it open (K < 0.95)",
     "affinity/text_tokens": "target tokens of the text it was counted on",
     "affinity/tokens_per_second": "target tokens counted per second",
+    "affinity/theta_weight": "θ, weight of the cold mean law, as shipped",
+    "affinity/lambda_weight": "λ, weight of the kernel, as shipped",
+    "affinity/fit_seconds": "time of building and fitting",
+    "corpus/calibration_tokens": "target tokens the models were run on",
+    "corpus/target_mass_in_intersection_frac": "mean p(I) on the calibration text, the ceiling of TLI",
+    "accept/held_out_rate": "mean Σ min(p, π) on held-out contexts of the kernel built last, weights as shipped",
+    "accept/held_out_tli_rate": "the same of TLI",
+    "accept/held_out_gain": "their difference with the fitted weights",
+    "accept/held_out_gain_low": "lower end of its 95 % interval over texts",
+    "accept/held_out_gain_high": "upper end",
+    "prune/rows_count": "rows kept of the drafter's LM head",
+    "prune/rows_frac": "share of them",
+    "prune/head_bytes": "bytes of the kept rows",
+    "prune/target_mass_frac": "mean p(I ∩ H) on held-out contexts; a curve over the rows kept (step = rows)",
+    "prune/tli_rate": "held-out acceptance of TLI; a curve over the rows kept",
+    "prune/rdk_rate": "held-out acceptance of the best kernel; a curve over the rows kept",
+    "prune/step_seconds": "of a drafter forward; a curve over the rows kept",
+    "prune/step_frac": "of a drafter forward, against the whole head",
+    "prune/predicted_speedup_ratio": "over plain decoding at the best draft length; a curve over the rows kept",
+    "predict/tokens_per_target_pass": "expected; a curve over the draft length (step = length)",
+    "predict/speedup_ratio": "expected over plain decoding; a curve over the draft length",
+    "predict/best_speedup_ratio": "at the best draft length",
+    "predict/best_draft_length": "0: plain decoding is faster",
+    "predict/drafter_cost_ratio": "c, a drafter forward in target forwards",
+    "predict/drafter_forwards_per_candidate": "f",
     "accept/direct_rate": "mean Σ min(p, π) of the first candidate, from the laws (greedy: share of equal argmax)",
     "accept/measured_rate": "accepted share of the judged candidates while generating",
     "accept/tokens_per_target_pass": "committed tokens per pass of the target",
@@ -62,7 +88,43 @@ METRICS = {
     "accept/drafter_forwards_per_candidate": "drafter forwards spent on each candidate",
     "speed/align_frac": "share of the time spent between the two tokenizers",
     "cost/build_seconds": "time of the build, tokenizer loading excluded",
+    "cost/calibration_seconds": "time of running the models over the calibration text",
+    "cost/calibration_memory_bytes": "peak resident memory on top of the loaded models",
     "cost/artifact_bytes": "size of the pair artifact",
+}
+_AFFINITY_METRICS = {
+    "affinity/nnz_count": "nnz",
+    "affinity/reached_targets_count": "reached_targets",
+    "affinity/rows_seen_frac": "rows_seen_fraction",
+    "affinity/image_mass_frac": "image_mass",
+    "affinity/uncertain_mass_frac": "uncertain_mass",
+    "affinity/text_tokens": "target_tokens",
+    "affinity/tokens_per_second": "tokens_per_second",
+    "affinity/theta_weight": "theta",
+    "affinity/lambda_weight": "lam",
+    "affinity/fit_seconds": "seconds",
+    "accept/held_out_rate": "held_out_rate",
+    "accept/held_out_tli_rate": "held_out_tli_rate",
+    "accept/held_out_gain": "gain",
+    "accept/held_out_gain_low": "gain_low",
+    "accept/held_out_gain_high": "gain_high",
+}
+_CALIBRATION_METRICS = {
+    "corpus/calibration_tokens": "target_tokens",
+    "corpus/target_mass_in_intersection_frac": "target_mass_in_intersection",
+    "cost/calibration_seconds": "seconds",
+    "cost/calibration_memory_bytes": "extra_memory_bytes",
+}
+_PRUNE_METRICS = {
+    "prune/rows_count": "size",
+    "prune/rows_frac": "share",
+    "prune/head_bytes": "head_bytes",
+    "prune/target_mass_frac": "target_mass",
+    "prune/tli_rate": "tli",
+    "prune/rdk_rate": "rdk_rate",
+    "prune/step_seconds": "step_seconds",
+    "prune/step_frac": "step_fraction",
+    "prune/predicted_speedup_ratio": "speedup",
 }
 _BENCH_METRICS = {
     "accept/direct_rate": "acceptance_direct",
@@ -100,6 +162,16 @@ class StoredPair:
     tags: Mapping[str, str]
     metrics: Mapping[str, float]
     start_time: int
+
+
+@dataclass(frozen=True)
+class Child:
+    """One nested run: its name, params, metrics, and metrics with a value for each step."""
+
+    name: str
+    params: Mapping[str, Any]
+    metrics: Mapping[str, Any]
+    curves: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
 
 
 class Store:
@@ -157,6 +229,8 @@ class Store:
         params: Mapping[str, Any] | None = None,
         figures: Mapping[str, Figure] | None = None,
         tables: Mapping[str, Any] | None = None,
+        curves: Mapping[str, Mapping[int, float]] | None = None,
+        files: Mapping[str, Path] | None = None,
         note: str = "",
         parent_run: str | None = None,
     ) -> StoredPair:
@@ -168,6 +242,8 @@ class Store:
             params: knobs besides the identities.
             figures: plots by artifact path.
             tables: JSON by artifact path.
+            curves: metrics with a value for each step.
+            files: heavy parts by the artifact folder they go to.
             note: markdown shown as the run's description.
             parent_run: the run whose artifact this one extends.
         """
@@ -197,11 +273,48 @@ class Store:
                     ),
                 )
                 self.client.log_artifacts(run_id, str(folder), ARTIFACT_PATH)
+                self._log_curves(run_id, curves or {})
+                for path, file in (files or {}).items():
+                    self.client.log_artifact(run_id, str(file), path)
                 for path, figure in (figures or {}).items():
                     self.client.log_figure(run_id, figure, path)
                 for path, table in (tables or {}).items():
                     self.client.log_dict(run_id, table, path)
         return self._stored(self.client.get_run(run_id))
+
+    def _log_curves(self, run_id: str, curves: Mapping[str, Mapping[int, float]]) -> None:
+        points = [
+            metric
+            for name, curve in curves.items()
+            for step, value in sorted(curve.items())
+            for metric in _metrics({name: float(value)}, step)
+        ]
+        for at in range(0, len(points), 1000):  # the most a batch may hold
+            self.client.log_batch(run_id, metrics=points[at : at + 1000])
+
+    def inherited_file(self, run_id: str, path: str) -> Path | None:
+        """A file that a run, or one of those it extends, holds as an artifact; None if there is none.
+
+        Args:
+            run_id: of a pair run; "" finds nothing.
+            path: inside the run's artifacts.
+        """
+        from mlflow.artifacts import download_artifacts
+        from mlflow.exceptions import MlflowException
+
+        while run_id:
+            run = self.client.get_run(run_id)
+            names = [
+                item.path for item in self.client.list_artifacts(run_id, path.rpartition("/")[0] or None)
+            ]
+            if path in names:
+                try:
+                    found = download_artifacts(run_id=run_id, artifact_path=path, tracking_uri=self.uri)
+                except (MlflowException, OSError):
+                    return None
+                return Path(found)
+            run_id = run.data.tags.get(TAG_PARENT, "")
+        return None
 
     def _colour(self, key: str) -> str:
         """A pair's own colour in the UI's charts, which by default give many runs the same one."""
@@ -240,22 +353,60 @@ class Store:
             f"{setting['target']} ← {setting['drafter']}, {setting['prompts']}, "
             f"temperature {setting['temperature']}"
         )
-        with self._run(BENCH, title, "", source="compare_algorithms") as parent:
-            self.client.log_batch(parent, params=_params(setting), tags=_tags({"hetspec.kind": "comparison"}))
-            self.client.log_dict(parent, {"contestants": rows}, "tables/contestants.json")
-            for row in rows:
-                with self._run(BENCH, row["name"], "", source="compare_algorithms") as child:
-                    values = {
-                        name: float(row[key])
-                        for name, key in _BENCH_METRICS.items()
-                        if row.get(key) is not None
-                    }
+        children = [
+            Child(
+                row["name"],
+                {"contestant": row["name"]},
+                _renamed(_BENCH_METRICS, row),
+            )
+            for row in rows
+        ]
+        return self.log_nested(
+            title,
+            setting,
+            children,
+            kind="comparison",
+            tables={"tables/contestants.json": {"contestants": rows}},
+        )
+
+    def log_nested(
+        self,
+        title: str,
+        setting: Mapping[str, Any],
+        children: Sequence[Child],
+        *,
+        kind: str,
+        tables: Mapping[str, Any] | None = None,
+        figures: Mapping[str, Figure] | None = None,
+    ) -> str:
+        """Stores a parent run in the bench experiment with nested runs that share its setting.
+
+        Args:
+            title: the parent's name.
+            setting: params of every run.
+            children: one run each.
+            kind: tag of the parent ("comparison", "prediction", "recommendation").
+            tables: JSON by artifact path, at the parent.
+            figures: plots by artifact path, at the parent.
+
+        Returns:
+            The parent's run id.
+        """
+        with self._run(BENCH, title, "", source=f"hetspec {kind}") as parent:
+            self.client.log_batch(parent, params=_params(setting), tags=_tags({"hetspec.kind": kind}))
+            for path, table in (tables or {}).items():
+                self.client.log_dict(parent, table, path)
+            for path, figure in (figures or {}).items():
+                self.client.log_figure(parent, figure, path)
+            for child in children:
+                with self._run(BENCH, child.name, "", source=f"hetspec {kind}") as run_id:
                     self.client.log_batch(
-                        child,
-                        metrics=_metrics(values),
-                        params=_params({**setting, "contestant": row["name"]}),
+                        run_id,
+                        metrics=_metrics({name: float(value) for name, value in child.metrics.items()}),
+                        params=_params({**setting, **child.params}),
                         tags=_tags({"hetspec.kind": "contestant", "mlflow.parentRunId": parent}),
                     )
+                    self._log_curves(run_id, child.curves)
         return parent
 
     def pairs(
@@ -386,9 +537,9 @@ def load_pair(
         ArtifactNotFound, InvalidArtifact: see the messages.
     """
     if isinstance(reference, tuple):
-        found = find_pair(reference[0], reference[1], uri=uri, part=part, prefer="kernel-cosegment")
+        found = find_pair(reference[0], reference[1], uri=uri, part=part, prefer=PREFERRED)
     else:
-        found = find_pair(str(reference), uri=uri, part=part, prefer="kernel-cosegment")
+        found = find_pair(str(reference), uri=uri, part=part, prefer=PREFERRED)
     return PairArtifact.from_pretrained(found if isinstance(found, Path) else found.artifact_dir)
 
 
@@ -415,19 +566,20 @@ def pair_metrics(pair: PairArtifact) -> dict[str, float]:
             "corpus/target_covered_frac": figures["corpus"]["target_covered"],
             "corpus/drafter_covered_frac": figures["corpus"]["drafter_covered"],
         }
-    for kernel in figures.get("affinity", {}).values():
-        values |= {
-            "affinity/nnz_count": kernel["nnz"],
-            "affinity/reached_targets_count": kernel["reached_targets"],
-            "affinity/rows_seen_frac": kernel["rows_seen_fraction"],
-            "affinity/image_mass_frac": kernel["image_mass"],
-            "affinity/uncertain_mass_frac": kernel["uncertain_mass"],
-            "affinity/text_tokens": kernel["target_tokens"],
-            "affinity/tokens_per_second": kernel["tokens_per_second"],
-        }
+    affinity = figures.get("affinity", {})
+    last = pair.provenance.get("build-affinity", {}).get("prior")
+    for prior in sorted(affinity, key=lambda prior: prior == last):  # the one built last has the last word
+        values |= _renamed(_AFFINITY_METRICS, affinity[prior])
+    values |= _renamed(_CALIBRATION_METRICS, figures.get("calibration", {}))
+    values |= _renamed(_PRUNE_METRICS, figures.get("prune", {}))
     if "seconds" in figures:
         values["cost/build_seconds"] = figures["seconds"]
     return {name: float(value) for name, value in values.items()}
+
+
+def _renamed(names: Mapping[str, str], figures: Mapping[str, Any]) -> dict[str, Any]:
+    """Figures under their metric names; what is not there, or not a number, is left out."""
+    return {name: figures[key] for name, key in names.items() if figures.get(key) is not None}
 
 
 # -- MLflow details ------------------------------------------------------------------------------------------
@@ -495,14 +647,14 @@ def _identity_params(pair: PairArtifact) -> dict[str, Any]:
     }
 
 
-def _metrics(values: Mapping[str, float]) -> list[Any]:
+def _metrics(values: Mapping[str, float], step: int = 0) -> list[Any]:
     from mlflow.entities import Metric
     from mlflow.utils.time import get_current_time_millis
 
     unknown = set(values) - set(METRICS)
     assert not unknown, f"metrics outside the closed list: {unknown}"
     now = get_current_time_millis()
-    return [Metric(name, value, now, 0) for name, value in values.items()]
+    return [Metric(name, value, now, step) for name, value in values.items()]
 
 
 def _params(values: Mapping[str, Any]) -> list[Any]:

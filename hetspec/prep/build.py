@@ -9,8 +9,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
+
 from hetspec import __version__
-from hetspec.artifact import Kernel, PairArtifact, TokenizerIdentity
+from hetspec.artifact import Calibration, Kernel, PairArtifact, TokenizerIdentity
 from hetspec.prep.affinity import TOP_PER_ROW, CosegmentResult, cosegment, kernel_figures
 from hetspec.prep.intersect import build_map, corpus_coverage, map_figures
 from hetspec.segment import Segmenter
@@ -88,18 +90,20 @@ def extend(
     pair: PairArtifact,
     *,
     stage: str,
-    kernels: dict[str, Kernel],
     figures: dict[str, Any],
     settings: dict[str, Any],
+    kernels: dict[str, Kernel] | None = None,
+    calibration: Calibration | None = None,
 ) -> PairArtifact:
     """A new artifact with the parts of an old one and some more; the old one is left as it is.
 
     Args:
         pair: the old artifact.
         stage: the command that adds the parts.
-        kernels: added to, or put in the place of, the old ones.
         figures: one level of nesting is merged.
         settings: recorded in the provenance.
+        kernels: added to, or put in the place of, the old ones.
+        calibration: put in the place of the old one.
     """
     merged = dict(pair.figures)
     for section, values in figures.items():
@@ -114,7 +118,11 @@ def extend(
         },
     }
     return dataclasses.replace(
-        pair, kernels={**pair.kernels, **kernels}, figures=merged, provenance=provenance
+        pair,
+        kernels={**pair.kernels, **(kernels or {})},
+        calibration=calibration or pair.calibration,
+        figures=merged,
+        provenance=provenance,
     )
 
 
@@ -164,6 +172,71 @@ def add_cosegment(
         settings=settings,
     )
     return new, result
+
+
+def add_kernel(
+    pair: PairArtifact, kernel: Kernel, knobs: dict[str, float], *, top: int, seconds: float
+) -> PairArtifact:
+    """A pair with one more kernel; the given one is left as it is.
+
+    Args:
+        pair: the old artifact.
+        kernel: to be added.
+        knobs: how it was made.
+        top: entries kept per row.
+        seconds: it took.
+    """
+    figures = {
+        "prior": kernel.prior,
+        "nnz": len(kernel.indices),
+        "reached_targets": len(np.unique(kernel.indices)),
+        "seconds": seconds,
+        **knobs,
+    }
+    return extend(
+        pair,
+        stage="build-affinity",
+        kernels={kernel.prior: kernel},
+        figures={"affinity": {kernel.prior: figures}},
+        settings={"prior": kernel.prior, "top": top, **knobs},
+    )
+
+
+def fitted(pair: PairArtifact, prior: str, *, rows: bool = False) -> PairArtifact:
+    """The pair with the weights of one kernel fitted to its calibration, and the held-out gain noted.
+
+    Args:
+        pair: with that kernel and a calibration that ran the drafter.
+        prior: which kernel.
+        rows: fit the kernel's entries too.
+    """
+    from hetspec.prep import priors  # numba and scipy's optimiser are slow to import
+
+    started = time.perf_counter()
+    calibration = priors.require_contexts(pair)
+    kernel = dataclasses.replace(pair.kernels[prior], mu=calibration.mean, fit=None, head_fit=None)
+    noted: dict[str, Any] = {}
+    if rows:
+        kernel, curve = priors.with_fitted_rows(pair, kernel)
+        noted["row_fit_curve"] = curve
+    fit = priors.fit_kernel(pair, kernel)
+    kernel = priors.weighted(kernel, fit)
+    noted |= asdict(fit)
+    if pair.head is not None:
+        head_fit = priors.fit_kernel(pair, kernel, pair.head.kept)
+        kernel = priors.weighted(kernel, head_fit, head=True)
+        noted["head"] = asdict(head_fit)
+    affinity = {**pair.figures.get("affinity", {})}
+    known = affinity.get(prior, {})
+    affinity[prior] = {
+        **known,
+        **noted,
+        "nnz": len(kernel.indices),
+        "seconds": known.get("seconds", 0.0) + time.perf_counter() - started,
+    }
+    return dataclasses.replace(
+        pair, kernels={**pair.kernels, prior: kernel}, figures={**pair.figures, "affinity": affinity}
+    )
 
 
 def summary(pair: PairArtifact) -> str:

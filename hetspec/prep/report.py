@@ -13,10 +13,13 @@ from hetspec.artifact import PairArtifact
 from hetspec.vocab import Kind, Vocabulary
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
     from hetspec.prep.affinity import CosegmentResult
+    from hetspec.prep.predict import Prediction
 
 BLUE, ORANGE, GREY = "#0072B2", "#E69F00", "#999999"
 LONGEST = 16  # longer pieces share the last bar
@@ -38,13 +41,127 @@ def map_plots(pair: PairArtifact, target: Vocabulary, drafter: Vocabulary) -> di
     return plots
 
 
-def kernel_plots(pair: PairArtifact, result: CosegmentResult) -> dict[str, Figure]:
-    """The plots of a co-segmentation kernel by file name."""
+def cosegment_plots(pair: PairArtifact, result: CosegmentResult) -> dict[str, Figure]:
+    """The plots of a co-segmentation count by file name."""
     plots = {}
     for name, draw in (("affinity_counts", _row_counts), ("affinity_entropy", _row_entropies)):
         plots[f"plots/{name}.png"], (axes,) = _figure(pair)
         draw(axes, pair, result)
     return plots
+
+
+def kernel_plots(pair: PairArtifact, prior: str) -> dict[str, Figure]:
+    """The plots of any kernel by file name: how full its rows are, how certain, and what it brought."""
+    plots = {}
+    if len(pair.kernels[prior].indices):
+        plots[f"plots/{prior}_sparsity.png"], (axes,) = _figure(pair)
+        _sparsity(axes, pair, prior)
+    if "gain" in pair.figures["affinity"][prior]:
+        plots["plots/affinity_held_out.png"], (axes,) = _figure(pair)
+        _held_out(axes, pair)
+    return plots
+
+
+def _sparsity(axes: Axes, pair: PairArtifact, prior: str) -> None:
+    axes.set_title(f"How full the rows of the {prior} kernel are", fontsize=12)
+    kernel = pair.kernels[prior]
+    sizes = np.sort(np.diff(kernel.indptr))[::-1]
+    sizes = sizes[sizes > 0]
+    axes.semilogx(np.arange(1, len(sizes) + 1), sizes, color=BLUE)
+    axes.set_xlabel("drafter token, by rank")
+    axes.set_ylabel("target tokens in its row")
+    axes.set_ylim(0, None)
+    possible = pair.drafter.rows * pair.target.rows
+    axes.text(
+        0.98,
+        0.95,
+        f"{len(kernel.indices):,} entries, {100 * len(kernel.indices) / possible:.4f} % of all\n"
+        f"{len(sizes):,} of {pair.drafter.rows:,} rows have any",
+        transform=axes.transAxes,
+        ha="right",
+        va="top",
+    )
+
+
+def _held_out(axes: Axes, pair: PairArtifact) -> None:
+    axes.set_title("Acceptance on held-out text: kernels against TLI", fontsize=12)
+    found = {p: f for p, f in pair.figures["affinity"].items() if "gain" in f}
+    for row, figures in enumerate(found.values()):
+        base = figures["held_out_tli_rate"]
+        axes.barh(row, base + figures["gain"], color=BLUE)
+        error = [[figures["gain"] - figures["gain_low"]], [figures["gain_high"] - figures["gain"]]]
+        axes.errorbar(base + figures["gain"], row, xerr=error, color="black", capsize=4)
+        axes.axvline(base, color=ORANGE, linestyle=":", label="TLI" if row == 0 else None)
+        axes.text(0.01, row, f"θ {figures['theta']:.3f}  λ {figures['lam']:.3f}", va="center", color="white")
+    axes.set_yticks(range(len(found)), list(found))
+    axes.set_xlabel("mean Σ min(p, π), gain with its 95 % interval over texts")
+    _legend_below(axes)
+
+
+def calibration_plots(pair: PairArtifact) -> dict[str, Figure]:
+    """How much of the target's mass its likeliest tokens hold, and what of it the drafter can propose."""
+    assert pair.calibration is not None
+    plots = {}
+    plots["plots/target_mass.png"], (axes,) = _figure(pair)
+    axes.set_title("Target mass held by its likeliest tokens (calibration text)", fontsize=12)
+    mean = pair.calibration.mean.astype(np.float64)
+    inside = pair.map.t2d >= 0
+    for colour, label, mass in (
+        (BLUE, "all target tokens", np.sort(mean)[::-1]),
+        (ORANGE, "tokens in the intersection", np.sort(mean[inside])[::-1]),
+    ):
+        axes.semilogx(np.arange(1, len(mass) + 1), 100 * np.cumsum(mass), color=colour, label=label)
+    axes.set_xlabel("tokens, likeliest first")
+    axes.set_ylabel("mean probability held (%)")
+    axes.set_ylim(0, 102)
+    axes.legend(frameon=False)
+    return plots
+
+
+def prune_plots(pair: PairArtifact) -> dict[str, Figure]:
+    """Acceptance and time against the rows kept of the drafter's head."""
+    curve = pair.figures["prune"]["curve"]
+    sizes = [point["size"] for point in curve]
+    chosen = pair.figures["prune"]["size"]
+    plots = {}
+    plots["plots/prune_acceptance.png"], (axes,) = _figure(pair)
+    axes.set_title("Acceptance on held-out text against the rows kept", fontsize=12)
+    axes.plot(
+        sizes, [p["target_mass"] for p in curve], "o:", color=GREY, label="target mass kept, the limit of TLI"
+    )
+    axes.plot(sizes, [p["tli"] for p in curve], "o-", color=BLUE, label="TLI")
+    for marker, prior in zip("s^vDP", curve[0]["rdk"], strict=False):
+        axes.plot(sizes, [p["rdk"][prior] for p in curve], f"{marker}-", alpha=0.8, label=f"RDK, {prior}")
+    axes.set_ylabel("mean Σ min(p, π)")
+    axes.set_ylim(0, 1.02)
+    _size_axis(axes, chosen)
+    if curve[0]["step_seconds"] is not None:
+        plots["plots/prune_speed.png"], (axes,) = _figure(pair)
+        axes.set_title("Time of a drafter step and predicted speed-up against the rows kept", fontsize=12)
+        whole = curve[-1]["step_seconds"]
+        axes.plot(
+            sizes, [p["step_seconds"] / whole for p in curve], "o-", color=BLUE, label="step, whole head = 1"
+        )
+        axes.plot(
+            sizes,
+            [p["speedup"] for p in curve],
+            "s-",
+            color=ORANGE,
+            label="predicted speed-up over plain decoding",
+        )
+        axes.set_ylabel("ratio")
+        axes.set_ylim(0, None)
+        _size_axis(axes, chosen)
+    return plots
+
+
+def _size_axis(axes: Axes, chosen: int) -> None:
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    axes.tick_params(axis="x", labelsize=8, rotation=30)
+    axes.axvline(chosen, color="black", linewidth=0.8, linestyle="--", label=f"chosen: {chosen:,}")
+    axes.set_xlabel("rows kept of the drafter's LM head")
+    axes.legend(frameon=False, fontsize=9)
 
 
 def _row_counts(axes: Axes, pair: PairArtifact, result: CosegmentResult) -> None:
@@ -191,3 +308,26 @@ def _coverage(axes: Axes, pair: PairArtifact, target: Vocabulary, drafter: Vocab
     axes.set_ylim(0, 105)
     axes.set_ylabel("share in the intersection (%)")
     _legend_below(axes)
+
+
+def prediction_plot(pair: PairArtifact, found: Sequence[Prediction]) -> Figure:
+    """Predicted speed-up of each algorithm against the draft length."""
+    figure, (axes,) = _figure(pair)
+    axes.set_title("Predicted speed-up over plain decoding", fontsize=12)
+    for marker, colour, p in zip(
+        "os^vDP", (BLUE, ORANGE, "#009E73", "#CC79A7", "#56B4E9", GREY), found, strict=False
+    ):
+        lengths = sorted(p.speedup)
+        axes.plot(lengths, [p.speedup[n].mean for n in lengths], f"{marker}-", color=colour, label=p.name)
+        axes.fill_between(
+            lengths,
+            [p.speedup[n].low for n in lengths],
+            [p.speedup[n].high for n in lengths],
+            color=colour,
+            alpha=0.1,
+        )
+    axes.axhline(1, color="black", linewidth=0.8, linestyle="--")
+    axes.set_xlabel("draft length")
+    axes.set_ylabel("ratio (band: 95 % over texts)")
+    axes.legend(frameon=False)
+    return figure
