@@ -160,12 +160,12 @@ def expected_steps(walk: Walk, n: int, draft_length: int) -> tuple[float, np.nda
         draft_length: that of the whole drafts the walk was made with.
 
     Returns:
-        (passes; expected candidates judged and accepted by place in the draft, float64[places] each).
+        (passes; expected candidates judged and accepted by place in the draft, float64[n at most] each).
     """
     length = len(walk.match)
     chances = [_accepted(walk, i, n, draft_length) for i in range(length)]
-    places = max((len(c) for c in chances), default=1)
-    visits = np.zeros(length + places + 1)  # expected number of steps that begin at i
+    places = max((len(c) - 1 for c in chances), default=0)
+    visits = np.zeros(length + places + 2)  # expected number of steps that begin at i
     judged, accepted = np.zeros(places), np.zeros(places)
     if length:
         visits[0] = 1
@@ -173,7 +173,7 @@ def expected_steps(walk: Walk, n: int, draft_length: int) -> tuple[float, np.nda
         tail = np.cumsum(chances[i][::-1])[::-1]  # Pr[at least m accepted]
         for m, chance in enumerate(chances[i]):
             visits[i + m + 1] += visits[i] * chance
-            if m + 1 < len(tail):
+            if m < len(tail) - 1:
                 judged[m] += visits[i] * tail[m]
                 accepted[m] += visits[i] * tail[m + 1]
     return float(visits[:length].sum()), judged, accepted
@@ -316,7 +316,7 @@ def predict(name: str, found: Probe, costs: Costs, *, seed: int = 0) -> Predicti
             np.sum([np.pad(v, (0, places - len(v))) for v in values], axis=0) for values in (judged, accepted)
         )
         positions[n] = tuple(float(x / y) for x, y in zip(a, j, strict=True) if y > 1e-9)
-        offered = float(j[0] and sum(_offered(w, n, found.draft_length) for w in found.walks) / sizes.sum())
+        offered = float(sum(_offered(w, n, found.draft_length) for w in found.walks) / sizes.sum())
         cost = (
             offered
             * (found.forwards_per_candidate * costs.c + found.overhead_seconds / costs.target_seconds[0])
