@@ -62,11 +62,12 @@ def predict(
     say = Voice(silent)
     from hetspec.tracking import Store
 
+    names, collection = _algorithm_names(algorithms), texts_of(prompts)
     store = Store(tracking_uri or None)
     artifact, _, _ = load(pair, tracking_uri, prefer="kernel-")
     engine = load_engine(artifact, target=target, drafter=drafter, dtype=dtype, say=say)
-    documents = _held_out_texts(engine, prompts, texts, new_tokens, temperature, seed, silent=silent)
-    costs, found = _predict(engine, documents, algorithms, temperature, silent=silent)
+    documents = _held_out_texts(engine, collection, texts, new_tokens, temperature, seed, silent=silent)
+    costs, found = _predict(engine, documents, names, temperature, silent=silent)
     record = _record(engine, costs, found)
     setting = _setting(artifact.target.name, prompts, temperature, texts, new_tokens, dtype) | {
         "drafter": artifact.drafter.name
@@ -115,6 +116,7 @@ def recommend(
     say = Voice(silent)
     from hetspec.tracking import Child, Store
 
+    names, collection = _algorithm_names(algorithms), texts_of(prompts)
     store = Store(tracking_uri or None)
     rows: list[dict[str, Any]] = [
         {
@@ -138,9 +140,9 @@ def recommend(
             )
             if documents is None:  # the target's texts are the same for all drafters
                 documents = _held_out_texts(
-                    engine, prompts, texts, new_tokens, temperature, seed, silent=silent
+                    engine, collection, texts, new_tokens, temperature, seed, silent=silent
                 )
-            costs, found = _predict(engine, documents, algorithms, temperature, silent=silent)
+            costs, found = _predict(engine, documents, names, temperature, silent=silent)
             head = "" if full or artifact.head is None else f"{len(artifact.head.kept)} rows"
             name = f"{drafter} ({head})" if head else drafter
             costs_by[name] = costs.c
@@ -185,9 +187,22 @@ def recommend(
 # -- parts -------------------------------------------------------------------------------------------------------
 
 
+def _algorithm_names(listed: str) -> list[str]:
+    names = [name.strip() for name in listed.split(",") if name.strip()]
+    known = ("slem", "tli", "slrs", "rdk")
+    for name in names:
+        if name.partition(":")[0] not in known:
+            raise InvalidInput(
+                f"no algorithm {name!r} to predict.", f"Choose of {', '.join(known)}, rdk:PRIOR."
+            )
+    if not names:
+        raise InvalidInput("no algorithm given.", "For instance --algorithms slem,tli,slrs.")
+    return names
+
+
 def _held_out_texts(
     engine: Engine,
-    prompts: str,
+    collection: Sequence[str],
     count: int,
     new_tokens: int,
     temperature: float,
@@ -199,8 +214,7 @@ def _held_out_texts(
     from hetspec.prep.calibrate import HELD_OUT, role
     from hetspec.prep.documents import sample_documents
 
-    found = texts_of(prompts)
-    held = [text for number, text in enumerate(found) if role(number) == HELD_OUT] or found
+    held = [text for number, text in enumerate(collection) if role(number) == HELD_OUT] or list(collection)
     picked = [held[i * len(held) // count] for i in range(min(count, len(held)))]
     with progress_bar(len(picked), "the target writes", silent=silent) as progress:
         documents = sample_documents(
@@ -217,15 +231,12 @@ def _held_out_texts(
 
 
 def _predict(
-    engine: Engine, documents: Sequence[Document], algorithms: str, temperature: float, *, silent: bool
+    engine: Engine, documents: Sequence[Document], names: Sequence[str], temperature: float, *, silent: bool
 ) -> tuple[Costs, list[Prediction]]:
     from hetspec.prep.predict import measure_costs, probe
     from hetspec.prep.predict import predict as predicted
     from hetspec.runtime.bench import Contestant
 
-    names = [name.strip() for name in algorithms.split(",") if name.strip()]
-    if not names:
-        raise InvalidInput("no algorithm given.", "For instance --algorithms slem,tli,slrs.")
     assert engine.pair is not None
     if not engine.pair.kernels:
         names = [name for name in names if name.partition(":")[0] != "rdk"]
