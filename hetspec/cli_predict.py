@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from hetspec.runtime.generate import Engine
 
 Prompts = Annotated[
-    str, typer.Option(help="humaneval, passages or a file; every fifth is used, calibrate skips them.")
+    str, typer.Option(help="humaneval, passages or a file; every tenth is used, calibrate skips those.")
 ]
 Texts = Annotated[int, typer.Option(min=1, help="Texts the target writes.")]
 NewTokens = Annotated[int, typer.Option(min=8, help="Tokens of each.")]
@@ -49,6 +50,10 @@ def predict(
     new_tokens: NewTokens = 64,
     temperature: Temperature = 1.0,
     algorithms: Algorithms = "slem,tli,slrs,rdk",
+    check: Annotated[
+        int, typer.Option(min=0, help="Also generate after this many other prompts and compare; 0: do not.")
+    ] = 0,
+    check_length: Annotated[int, typer.Option(min=1, max=8, help="Draft length of that check.")] = 5,
     seed: Annotated[int, typer.Option(help="Of the texts.")] = 0,
     target: Annotated[str, typer.Option(help="The target's model, if not the recorded one.")] = "",
     drafter: Annotated[str, typer.Option(help="The drafter's model, if not the recorded one.")] = "",
@@ -69,10 +74,18 @@ def predict(
     documents = _held_out_texts(engine, collection, texts, new_tokens, temperature, seed, silent=silent)
     costs, found = _predict(engine, documents, names, temperature, silent=silent)
     record = _record(engine, costs, found)
+    measured = {}
+    if check:
+        others = _held_out_prompts(collection, texts, others=check)
+        measured = _measured(engine, found, others, check_length, temperature, new_tokens, silent=silent)
+        record["measured"] = {
+            "draft_length": check_length,
+            "tokens_per_pass": {name: asdict(i) for name, i in measured.items()},
+        }
     setting = _setting(artifact.target.name, prompts, temperature, texts, new_tokens, dtype) | {
         "drafter": artifact.drafter.name
     }
-    from hetspec.prep.report import prediction_plot
+    from hetspec.prep.report import measured_plot, prediction_plot
 
     run_id = store.log_nested(
         f"prediction: {artifact.target.name} ← {artifact.drafter.name}, {prompts}, temperature {temperature}",
@@ -80,7 +93,14 @@ def predict(
         _children(found, costs, artifact.drafter.name),
         kind="prediction",
         tables={"tables/prediction.json": record},
-        figures={"plots/prediction.png": prediction_plot(artifact, found)},
+        figures={
+            "plots/prediction.png": prediction_plot(artifact, found),
+            **(
+                {"plots/predicted_measured.png": measured_plot(artifact, found, measured, check_length)}
+                if measured
+                else {}
+            ),
+        },
     )
     if as_json:
         print_json({"run_id": run_id, **setting, **record})
@@ -88,6 +108,8 @@ def predict(
         print(run_id)
     else:
         _show(found, costs)
+        if measured:
+            _show_measured(found, measured, check_length)
         print(f"MLflow run  {run_id}")
 
 
@@ -210,15 +232,13 @@ def _held_out_texts(
     *,
     silent: bool,
 ) -> list[Document]:
-    """Texts the target writes after prompts that calibrate holds out."""
-    from hetspec.prep.calibrate import HELD_OUT, role
+    """Texts the target writes after prompts that calibrate never sees."""
     from hetspec.prep.documents import sample_documents
 
-    held = [text for number, text in enumerate(collection) if role(number) == HELD_OUT] or list(collection)
-    picked = [held[i * len(held) // count] for i in range(min(count, len(held)))]
+    picked = _held_out_prompts(collection, count)
     with progress_bar(len(picked), "the target writes", silent=silent) as progress:
         documents = sample_documents(
-            [text[-2000:] for text in picked],
+            picked,
             engine.target,
             max_new_tokens=new_tokens,
             temperature=temperature,
@@ -228,6 +248,56 @@ def _held_out_texts(
     if not documents:
         raise InvalidInput("the target ends every text at once.", "Give other prompts.")
     return documents
+
+
+def _held_out_prompts(collection: Sequence[str], count: int, *, others: int = 0) -> list[str]:
+    """An even choice of the prompts that calibrate never sees; with `others` that many different ones."""
+    from hetspec.prep.documents import for_prediction
+
+    held = [text[-2000:] for text in for_prediction(collection)]
+    count = min(count, len(held))
+    picked = [i * len(held) // count for i in range(count)]
+    if not others:
+        return [held[i] for i in picked]
+    rest = [i for i in range(len(held)) if i not in picked]
+    if not rest:
+        raise InvalidInput(
+            f"all {len(held)} prompts are used for predicting.", "Lower --texts or give more prompts."
+        )
+    others = min(others, len(rest))
+    return [held[rest[i * len(rest) // others]] for i in range(others)]
+
+
+def _measured(
+    engine: Engine,
+    found: Sequence[Prediction],
+    prompts: Sequence[str],
+    draft_length: int,
+    temperature: float,
+    new_tokens: int,
+    *,
+    silent: bool,
+) -> dict[str, Any]:
+    """Tokens per pass by algorithm, measured."""
+    from hetspec.prep.predict import measure
+    from hetspec.runtime.bench import Contestant
+
+    measured = {}
+    for p in found:
+        algorithm, _, prior = p.name.partition(":")
+        options = {"algorithm": algorithm, **({"prior": prior} if prior else {})}
+        with progress_bar(len(prompts), f"generating with {p.name}", silent=silent) as progress:
+            measured[p.name] = measure(
+                engine,
+                Contestant(p.name, options),
+                prompts,
+                draft_length=draft_length,
+                temperature=temperature,
+                max_new_tokens=new_tokens,
+                seed=1000,
+                progress=progress,
+            )
+    return measured
 
 
 def _predict(
@@ -361,4 +431,23 @@ def _show(found: Sequence[Prediction], costs: Costs) -> None:
             for p in found
         ],
         title=f"at the best draft length (a drafter forward is {costs.c:.2f} target forwards)",
+    )
+
+
+def _show_measured(found: Sequence[Prediction], measured: Mapping[str, Any], length: int) -> None:
+    rows = []
+    for p in found:
+        expected, seen = p.tokens_per_pass[length], measured[p.name]
+        rows.append(
+            [
+                p.name,
+                f"{expected.mean:.2f} ({expected.low:.2f}-{expected.high:.2f})",
+                f"{seen.mean:.2f} ({seen.low:.2f}-{seen.high:.2f})",
+                f"{100 * (expected.mean / seen.mean - 1):+.0f} %",
+            ]
+        )
+    print_table(
+        ["algorithm", "predicted", "measured", "difference"],
+        rows,
+        title=f"tokens per target pass at draft length {length}, other prompts",
     )

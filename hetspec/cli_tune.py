@@ -76,19 +76,20 @@ def calibrate(
     say = Voice(silent)
     old, parent, store = _open(pair, tracking_uri, output)
     names = prompts or ["humaneval"]
-    texts = [text for name in names for text in texts_of(name)]
+    collections = [texts_of(name) for name in names]
     engine = load_engine(
         old, target=target, drafter=drafter, with_drafter=not no_drafter, dtype=dtype, full_head=True, say=say
     )
     import numpy as np
     from scipy import sparse
 
-    from hetspec.prep.build import extend
+    from hetspec.prep.build import extend, fitted
     from hetspec.prep.calibrate import CalibrationSettings, discard, work_key
     from hetspec.prep.calibrate import calibrate as run
-    from hetspec.prep.documents import read_documents, sample_documents
+    from hetspec.prep.documents import for_calibration, read_documents, sample_documents
     from hetspec.prep.report import calibration_plots
 
+    texts = [text for collection in collections for text in for_calibration(collection)]
     settings = CalibrationSettings(temperature, fit=fit_contexts, held_out=held_out_contexts)
     if generate:
         count = max(5, min(len(texts), -(-tokens // new_tokens)))
@@ -134,6 +135,9 @@ def calibrate(
             "dtype": dtype,
         },
     )
+    if not no_drafter:  # the weights of the kernels that are there, anew
+        for prior in new.kernels:
+            new = fitted(new, prior)
     laws = work / "target_laws.npz"
     laws.parent.mkdir(parents=True, exist_ok=True)
     sparse.save_npz(laws, sparse.csr_matrix(result.P))
@@ -150,6 +154,10 @@ def calibrate(
     discard(work)
     assert np.isfinite(result.calibration.mean).all()
     _tell(new, run_id, parent, place, {"calibration": figures}, as_json=as_json, quiet=quiet)
+    say(
+        f"{figures['tokens_per_second']:.0f} target tokens/s, "
+        f"{figures['extra_memory_bytes'] / 1e6:,.0f} MB of memory on top of the models"
+    )
 
 
 @prep_app.command("build-affinity")

@@ -161,9 +161,9 @@ def test_predict_gives_every_draft_length_with_intervals(models):
         "predict",
         models.calibration["run_id"],
         *("--prompts", models.texts, "--texts", "2", "--new-tokens", "8", "--dtype", "float32"),
-        *("--algorithms", "tli"),
+        *("--algorithms", "tli", "--check", "2", "--check-length", "3"),
     )
-    assert "tli" in table.stdout
+    assert "draft length 3, other prompts" in table.stdout
 
 
 def test_recommend_ranks_drafters_and_no_drafter(models):

@@ -14,6 +14,17 @@ from hetspec.runtime.sides import Side, read_prompt
 
 BATCH = 8  # prompts continued at a time
 FEWEST_TEXTS = 50  # so that a fifth of them says something
+RESERVED = 10  # every tenth text of a collection is left to `predict`
+
+
+def for_calibration(texts: Sequence[str]) -> list[str]:
+    """The texts of a collection that calibration may see."""
+    return [text for number, text in enumerate(texts) if number % RESERVED != RESERVED - 1]
+
+
+def for_prediction(texts: Sequence[str]) -> list[str]:
+    """The texts that calibration never sees; all of them, if there are too few to set any aside."""
+    return list(texts[RESERVED - 1 :: RESERVED]) or list(texts)
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,13 @@ from hetspec.artifact import PairArtifact
 from hetspec.vocab import Kind, Vocabulary
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
     from hetspec.prep.affinity import CosegmentResult
+    from hetspec.prep.fit import Interval
     from hetspec.prep.predict import Prediction
 
 BLUE, ORANGE, GREY = "#0072B2", "#E69F00", "#999999"
@@ -329,5 +330,33 @@ def prediction_plot(pair: PairArtifact, found: Sequence[Prediction]) -> Figure:
     axes.axhline(1, color="black", linewidth=0.8, linestyle="--")
     axes.set_xlabel("draft length")
     axes.set_ylabel("ratio (band: 95 % over texts)")
+    axes.legend(frameon=False)
+    return figure
+
+
+def measured_plot(
+    pair: PairArtifact, found: Sequence[Prediction], measured: Mapping[str, Interval], length: int
+) -> Figure:
+    """Predicted against measured tokens per target pass, one point for each algorithm."""
+    figure, (axes,) = _figure(pair)
+    axes.set_title(f"Predicted and measured tokens per target pass, draft length {length}", fontsize=12)
+    most = 1.0
+    for p in found:
+        x, y = p.tokens_per_pass[length], measured[p.name]
+        axes.errorbar(
+            x.mean,
+            y.mean,
+            xerr=[[x.mean - x.low], [x.high - x.mean]],
+            yerr=[[y.mean - y.low], [y.high - y.mean]],
+            fmt="o",
+            capsize=3,
+            label=p.name,
+        )
+        most = max(most, x.high, y.high)
+    line = np.array([1.0, most * 1.05])
+    axes.plot(line, line, color="black", linewidth=0.8)
+    axes.fill_between(line, 0.9 * line, 1.1 * line, color=GREY, alpha=0.2, label="±10 %")
+    axes.set_xlabel("predicted (bars: 95 % over texts)")
+    axes.set_ylabel("measured, other prompts")
     axes.legend(frameon=False)
     return figure
