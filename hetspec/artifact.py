@@ -252,6 +252,11 @@ def _write_all(pair: PairArtifact, folder: Path) -> None:
     digests = {}
     for name, tensors in sorted(_parts(pair).items()):
         blob = safetensors_numpy.save({key: np.ascontiguousarray(value) for key, value in tensors.items()})
+        if len(blob) > MAX_TENSOR_BYTES:
+            raise HetspecError(
+                f"{name} would take {len(blob):,} bytes, at most {MAX_TENSOR_BYTES:,} can be loaded again.",
+                "Keep fewer contexts, or fewer entries per row.",
+            )
         _write_file(folder / name, blob)
         digests[name] = hashlib.sha256(blob).hexdigest()
     config = {

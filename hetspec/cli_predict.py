@@ -32,12 +32,15 @@ if TYPE_CHECKING:
     from hetspec.runtime.generate import Engine
 
 Prompts = Annotated[
-    str, typer.Option(help="humaneval, passages or a file; every tenth is used, calibrate skips those.")
+    str,
+    typer.Option(help="humaneval, passages or a file; the tenth that calibrate and the kernels leave out."),
 ]
 Texts = Annotated[int, typer.Option(min=1, help="Texts the target writes.")]
 NewTokens = Annotated[int, typer.Option(min=8, help="Tokens of each.")]
 Temperature = Annotated[float, typer.Option(min=0.0, help="0: greedy.")]
-Algorithms = Annotated[str, typer.Option(help="With commas: slem, tli, slrs, rdk, and rdk:PRIOR.")]
+Algorithms = Annotated[
+    str, typer.Option(help="With commas: slem, tli, slrs, rdk, rdk:PRIOR; default: all there are.")
+]
 Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16 or float64.")]
 
 
@@ -49,7 +52,7 @@ def predict(
     texts: Texts = 8,
     new_tokens: NewTokens = 64,
     temperature: Temperature = 1.0,
-    algorithms: Algorithms = "slem,tli,slrs,rdk",
+    algorithms: Algorithms = "",
     check: Annotated[
         int, typer.Option(min=0, help="Also generate after this many other prompts and compare; 0: do not.")
     ] = 0,
@@ -68,6 +71,8 @@ def predict(
     from hetspec.tracking import Store
 
     names, collection = _algorithm_names(algorithms), texts_of(prompts)
+    if check:
+        _held_out_prompts(collection, texts, others=check)  # fails at once if there are too few
     store = Store(tracking_uri or None)
     artifact, _, _ = load(pair, tracking_uri, prefer="kernel-")
     engine = load_engine(artifact, target=target, drafter=drafter, dtype=dtype, say=say)
@@ -122,7 +127,7 @@ def recommend(
     texts: Texts = 4,
     new_tokens: NewTokens = 48,
     temperature: Temperature = 1.0,
-    algorithms: Algorithms = "slem,tli,slrs,rdk",
+    algorithms: Algorithms = "",
     seed: Annotated[int, typer.Option(help="Of the texts.")] = 0,
     dtype: Dtype = "bfloat16",
     tracking_uri: Uri = "",
@@ -165,6 +170,7 @@ def recommend(
                     engine, collection, texts, new_tokens, temperature, seed, silent=silent
                 )
             costs, found = _predict(engine, documents, names, temperature, silent=silent)
+            del engine  # before the next one is loaded
             head = "" if full or artifact.head is None else f"{len(artifact.head.kept)} rows"
             name = f"{drafter} ({head})" if head else drafter
             costs_by[name] = costs.c
@@ -217,7 +223,7 @@ def _algorithm_names(listed: str) -> list[str]:
             raise InvalidInput(
                 f"no algorithm {name!r} to predict.", f"Choose of {', '.join(known)}, rdk:PRIOR."
             )
-    if not names:
+    if listed and not names:
         raise InvalidInput("no algorithm given.", "For instance --algorithms slem,tli,slrs.")
     return names
 
@@ -252,7 +258,7 @@ def _held_out_texts(
 
 def _held_out_prompts(collection: Sequence[str], count: int, *, others: int = 0) -> list[str]:
     """An even choice of the prompts that calibrate never sees; with `others` that many different ones."""
-    from hetspec.prep.documents import for_prediction
+    from hetspec.prep.texts import for_prediction
 
     held = [text[-2000:] for text in for_prediction(collection)]
     count = min(count, len(held))
@@ -308,8 +314,7 @@ def _predict(
     from hetspec.runtime.bench import Contestant
 
     assert engine.pair is not None
-    if not engine.pair.kernels:
-        names = [name for name in names if name.partition(":")[0] != "rdk"]
+    names = names or ["slem", "tli", "slrs", *(["rdk"] if engine.pair.kernels else [])]
     costs = measure_costs(engine)
     found = []
     for name in names:
@@ -388,6 +393,7 @@ def _pair_of(target: str, drafter: str, store: Any, say: Voice) -> Any:
     from hetspec.artifact import PairArtifact
     from hetspec.errors import ArtifactNotFound
     from hetspec.prep.build import add_cosegment, build_pair, corpus, prepare, summary
+    from hetspec.prep.texts import for_making
     from hetspec.sources import load_tokenizer, named_texts
     from hetspec.tracking import find_pair
 
@@ -398,7 +404,7 @@ def _pair_of(target: str, drafter: str, store: Any, say: Voice) -> Any:
         pass
     say(f"building {target} ← {drafter}")
     sides = [prepare(load_tokenizer(name)) for name in (target, drafter)]
-    texts = named_texts("stdlib")
+    texts = for_making(named_texts("stdlib"))
     artifact = build_pair(sides[0], sides[1], corpus(texts), "stdlib", say)
     artifact, _ = add_cosegment(artifact, sides[0], sides[1], corpus(texts, 8_000_000), ["stdlib"])
     store.log_pair(artifact, stage="build-affinity", params={"texts": "stdlib"}, note=summary(artifact))

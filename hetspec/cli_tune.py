@@ -80,21 +80,27 @@ def calibrate(
     engine = load_engine(
         old, target=target, drafter=drafter, with_drafter=not no_drafter, dtype=dtype, full_head=True, say=say
     )
-    import numpy as np
     from scipy import sparse
 
-    from hetspec.prep.build import extend, fitted
+    from hetspec.prep.build import recalibrated
     from hetspec.prep.calibrate import CalibrationSettings, discard, work_key
     from hetspec.prep.calibrate import calibrate as run
-    from hetspec.prep.documents import for_calibration, read_documents, sample_documents
+    from hetspec.prep.documents import read_documents, sample_documents
     from hetspec.prep.report import calibration_plots
+    from hetspec.prep.texts import for_calibration
 
     texts = [text for collection in collections for text in for_calibration(collection)]
+    models = f"{_model_name(old.target, target)} ← {'' if no_drafter else _model_name(old.drafter, drafter)} {dtype}"
     settings = CalibrationSettings(temperature, fit=fit_contexts, held_out=held_out_contexts)
     if generate:
         count = max(5, min(len(texts), -(-tokens // new_tokens)))
-        texts = [texts[i * len(texts) // count] for i in range(count)] if len(texts) > count else texts
-        kept = _work(store) / f"generated-{_generation_key(old, texts, new_tokens, temperature, seed)}.jsonl"
+        texts = (
+            [texts[i * len(texts) // count][-2000:] for i in range(count)] if len(texts) > count else texts
+        )
+        kept = (
+            _work(store)
+            / f"generated-{_generation_key(models, old, texts, new_tokens, temperature, seed)}.jsonl"
+        )
         kept.parent.mkdir(parents=True, exist_ok=True)
         with progress_bar(len(texts), "the target writes", silent=silent) as progress:
             documents = sample_documents(
@@ -108,7 +114,7 @@ def calibrate(
             )
     else:
         documents = read_documents(texts, engine.target, window=window, limit=tokens)
-    work = _work(store) / f"calibrate-{work_key(old, documents, settings)}"
+    work = _work(store) / f"calibrate-{work_key(old, documents, settings, models)}"
     total = sum(len(d.ids) - d.start for d in documents)
     with progress_bar(total, "calibrating", silent=silent) as progress:
         result = run(
@@ -121,23 +127,19 @@ def calibrate(
             progress=progress,
         )
     figures = {**result.figures, "text": " ".join(names)}
-    new = extend(
+    new = recalibrated(
         old,
-        stage="calibrate",
-        calibration=result.calibration,
-        figures={"calibration": figures},
+        result.calibration,
+        figures=figures,
         settings={
             "texts": names,
             "source": "generated" if generate else "text",
             "temperature": temperature,
             "tokens": total,
             "seed": seed,
-            "dtype": dtype,
+            "models": models,
         },
     )
-    if not no_drafter:  # the weights of the kernels that are there, anew
-        for prior in new.kernels:
-            new = fitted(new, prior)
     laws = work / "target_laws.npz"
     laws.parent.mkdir(parents=True, exist_ok=True)
     sparse.save_npz(laws, sparse.csr_matrix(result.P))
@@ -152,7 +154,6 @@ def calibrate(
         files={"calibration": laws},
     )
     discard(work)
-    assert np.isfinite(result.calibration.mean).all()
     _tell(new, run_id, parent, place, {"calibration": figures}, as_json=as_json, quiet=quiet)
     say(
         f"{figures['tokens_per_second']:.0f} target tokens/s, "
@@ -188,8 +189,11 @@ def build_affinity(
     silent = as_json or quiet
     say = Voice(silent)
     names = text or ["stdlib"]
-    texts = [part for name in names for part in texts_of(name)] if prior == "cosegment" else []
-    old, parent, store = _open(pair, tracking_uri, output)
+    texts = _for_making(names) if prior == "cosegment" else []
+    # A co-segmentation needs nothing; the other priors need a calibration.
+    old, parent, store = _open(
+        pair, tracking_uri, output, prefer="" if prior == "cosegment" else "calibration"
+    )
     plots: dict[str, Figure] = {}
     if prior == "cosegment":
         new, plots = _cosegment(old, texts, names, smoothing, top, say, silent=silent)
@@ -291,13 +295,14 @@ def _model_prior(
     else:
         import torch
 
-        from hetspec.sources import hub_commit, load_model
+        from hetspec.prep.build import prepare
+        from hetspec.sources import hub_commit, load_model, load_tokenizer
 
         name = target or old.target.name
+        revision = None if target else hub_commit(old.target.revision)
         say(f"embeddings of {name}")
-        model = load_model(
-            name, dtype=torch.bfloat16, revision=None if target else hub_commit(old.target.revision)
-        )
+        old.target.require(prepare(load_tokenizer(name, revision=revision)).vocabulary, "target")
+        model = load_model(name, dtype=torch.bfloat16, revision=revision)
         with progress_bar(rows, "embedding neighbours", silent=silent) as progress:
             kernel, knobs = best_embedding(
                 old, model.get_input_embeddings().weight, top=top, progress=progress
@@ -330,14 +335,14 @@ def prune(
     """Keep the useful rows of the drafter's LM head; by default as many as predict the most tokens per second."""
     silent = as_json or quiet
     say = Voice(silent)
-    old, parent, store = _open(pair, tracking_uri, output)
+    old, parent, store = _open(pair, tracking_uri, output, prefer="calibration")
     from hetspec.prep.build import extend
     from hetspec.prep.priors import require_contexts
     from hetspec.prep.prune import HeadChooser
     from hetspec.prep.report import prune_plots
 
     require_contexts(old)
-    texts = [part for name in text for part in texts_of(name)] if text else []
+    texts = _for_making(text) if text else []
     if no_timing and size == "auto":
         raise InvalidInput("auto needs the models' step times.", "Give --size, or leave --no-timing out.")
     engine = None
@@ -348,7 +353,7 @@ def prune(
     say(f"measuring {len(wanted)} heads")
     with progress_bar(len(wanted), "heads", silent=silent) as progress:
         curve = chooser.curve(wanted, progress)
-    chosen = chooser.pick(curve, size)
+    chosen = chooser.pick(wanted, size)
     new = chooser.pair_with(chosen)
     point = chooser.point(chosen)
     whole = curve[-1]
@@ -411,7 +416,7 @@ def _show_curve(curve: list[Any], chosen: Any) -> None:
             f"{p.tli:.3f}",
             cell(max(p.rdk.values(), default=None), ".3f"),
             p.prior or "tli",
-            f"{p.head_bytes / 1e6:.1f}",
+            cell(None if p.head_bytes is None else p.head_bytes / 1e6, ".1f"),
             cell(None if p.step_seconds is None else 1e3 * p.step_seconds, ".1f"),
             cell(p.speedup, ".2f"),
             cell(p.draft_length, "d"),
@@ -428,14 +433,24 @@ def _show_curve(curve: list[Any], chosen: Any) -> None:
 # -- shared ------------------------------------------------------------------------------------------------------
 
 
-def _open(pair: list[str], uri: str, output: str) -> tuple[PairArtifact, str, Any]:
+def _for_making(names: list[str]) -> list[str]:
+    """Texts that a kernel or a head may be made from: none that it is tested on later."""
+    from hetspec.prep.texts import for_making
+
+    found = [part for name in names for part in for_making(texts_of(name))]
+    if not found:
+        raise InvalidInput(f"there is no text in {' '.join(names)}.", "Give more text.")
+    return found
+
+
+def _open(pair: list[str], uri: str, output: str, prefer: str = "") -> tuple[PairArtifact, str, Any]:
     """The old pair, its run id and the store; before any work, so that faults are told at once."""
     from hetspec.tracking import Store
 
     if output and Path(output).exists():
         raise InvalidInput(f"{output} exists already; artifacts are immutable.", "Choose a new directory.")
     store = Store(uri or None)
-    old, _, parent = load(pair, uri)
+    old, _, parent = load(pair, uri, prefer=prefer)
     return old, parent, store
 
 
@@ -445,12 +460,17 @@ def _work(store: Any) -> Path:
     return (Path(root).parent if root else Path.cwd() / "artifacts") / "work"
 
 
+def _model_name(identity: Any, given: str) -> str:
+    """What was loaded for a side, and at which revision."""
+    return given or f"{identity.name}@{identity.revision}"
+
+
 def _generation_key(
-    pair: PairArtifact, texts: list[str], new_tokens: int, temperature: float, seed: int
+    models: str, pair: PairArtifact, texts: list[str], new_tokens: int, temperature: float, seed: int
 ) -> str:
     import hashlib
 
-    text = repr((pair.target.name, pair.target.behaviour_sha256, texts, new_tokens, temperature, seed))
+    text = repr((models, pair.target.behaviour_sha256, texts, new_tokens, temperature, seed))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

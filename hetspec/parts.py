@@ -290,8 +290,8 @@ class Calibration:
     """What the models say about calibration text (`hetspec-prep calibrate`).
 
     Attributes:
-        mean, variance: float32[V_t] of the target's next-token probabilities, held-out texts excluded.
-        counts: int64[V_t], target tokens of the text; drafter_counts: int64[V_d], the drafter's.
+        mean, variance: float32[V_t] of the target's next-token probabilities, in the texts for statistics.
+        counts: int64[V_t], target tokens of the texts not held out; drafter_counts: int64[V_d], the drafter's.
         fit: contexts that weights may be fitted on.
         held_out: contexts of other texts, which nothing is ever fitted on.
     """

@@ -568,8 +568,7 @@ def pair_metrics(pair: PairArtifact) -> dict[str, float]:
         }
     affinity = figures.get("affinity", {})
     last = pair.provenance.get("build-affinity", {}).get("prior")
-    for prior in sorted(affinity, key=lambda prior: prior == last):  # the one built last has the last word
-        values |= _renamed(_AFFINITY_METRICS, affinity[prior])
+    values |= _renamed(_AFFINITY_METRICS, affinity.get(last) or next(iter(affinity.values()), {}))
     values |= _renamed(_CALIBRATION_METRICS, figures.get("calibration", {}))
     values |= _renamed(_PRUNE_METRICS, figures.get("prune", {}))
     if "seconds" in figures:

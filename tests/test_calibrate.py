@@ -9,20 +9,24 @@ import pytest
 import torch
 
 from hetspec.artifact import PairArtifact
-from hetspec.errors import InvalidInput, UnsupportedModel
+from hetspec.errors import InvalidInput, StaleArtifact, UnsupportedModel
 from hetspec.prep import calibrate as calibration
-from hetspec.prep.build import add_kernel, extend, fitted
-from hetspec.prep.calibrate import FIT, HELD_OUT, STATISTICS, CalibrationSettings, calibrate, role
+from hetspec.prep.build import add_kernel, fitted, recalibrated
+from hetspec.prep.calibrate import CalibrationSettings, calibrate, table, work_key
 from hetspec.prep.documents import Document, read_documents, sample_documents
-from hetspec.prep.predict import Costs, Walk, expected_steps, predict, probe
-from hetspec.prep.priors import fit_kernel, mean_kernel, mixture_kernel, weighted
+from hetspec.prep.predict import Costs, Walk, expected_steps, measure_costs, predict, probe
+from hetspec.prep.priors import best_embedding, composed, fit_kernel, mean_kernel, mixture_kernel, weighted
 from hetspec.prep.prune import always_kept, choose, curve_point, pruned_pair, scores
+from hetspec.prep.texts import FIT, HELD_OUT, STATISTICS, for_calibration, for_making, for_prediction, role_of
 from hetspec.runtime.bench import Contestant
+from hetspec.runtime.context import DrafterContext
 from hetspec.runtime.generate import Engine
+from hetspec.runtime.laws import Warping
+from hetspec.runtime.options import plain_law
 from tests.test_runtime import CODE, TinyPair
 
 SMALL = CalibrationSettings(top=400, top_sparse=400, fit=60, held_out=40, shard_tokens=300)
-TEXTS = [CODE[i : i + 400] for i in range(0, 6000, 400)]
+TEXTS = [CODE[i : i + 90] for i in range(0, 9000, 90)]
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +41,7 @@ def engine(tiny):
 
 @pytest.fixture(scope="module")
 def documents(engine):
-    return read_documents(TEXTS, engine.target, window=64, limit=1500)
+    return read_documents(TEXTS, engine.target, window=64, limit=2500)
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +51,7 @@ def result(tiny, engine, documents):
 
 @pytest.fixture(scope="module")
 def pair(tiny, result):
-    return extend(tiny.pair, stage="calibrate", calibration=result.calibration, figures={}, settings={})
+    return recalibrated(tiny.pair, result.calibration, figures={}, settings={})
 
 
 def laws_of(model, ids):
@@ -56,13 +60,15 @@ def laws_of(model, ids):
 
 
 def test_statistics_are_those_of_one_forward_per_text(tiny, result, documents):
-    rows = [laws_of(tiny.target, d.ids)[d.start - 1 : -1] for d in documents if role(d.number) == STATISTICS]
+    rows = [laws_of(tiny.target, d.ids)[d.start - 1 : -1] for d in documents if d.role == STATISTICS]
     p = np.concatenate(rows)
     assert len(p) == result.P.shape[0] > 500
     assert np.allclose(result.calibration.mean, p.mean(0), atol=1e-6)
     assert np.allclose(result.calibration.variance, p.var(0), atol=1e-6)
     assert np.allclose(result.P.toarray(), np.sort(p, 1)[:, -400:].min(1, keepdims=True) * 0 + p, atol=2e-2)
-    counted = np.bincount(np.concatenate([d.ids[d.start :] for d in documents]), minlength=432)
+    counted = np.bincount(
+        np.concatenate([d.ids[d.start :] for d in documents if d.role in (STATISTICS, FIT)]), minlength=432
+    )
     assert result.calibration.counts.tolist() == counted.tolist()
 
 
@@ -70,31 +76,94 @@ def test_statistics_are_those_of_one_forward_per_text(tiny, result, documents):
 def test_sampled_contexts_hold_both_models_laws_of_the_same_text(tiny, engine, result, documents, use):
     contexts = getattr(result.calibration, use)
     assert len(contexts.p) == len(contexts.q) > 30
-    assert {role(n) for n in contexts.documents} == {use}
-    found = 0
-    target, drafter = engine.target, engine.drafter
+    roles = {d.number: d.role for d in documents}
+    assert {roles[n] for n in contexts.documents} == {use}
+    c = 0
     for document in documents:
-        if role(document.number) != use:
+        if document.role != use:
             continue
         p = laws_of(tiny.target, document.ids)
-        text = target.vocabulary.spell(document.ids)
-        own = drafter.segmenter.encode(text)
-        q = laws_of(tiny.drafter, own)
-        ends = drafter.segmenter.ends(text, own).tolist()
-        at = 0
-        for j, t in enumerate(document.ids[:-1]):
-            at += len(target.vocabulary.bytes_of(t))
-            if j < document.start - 1 or at not in ends:
-                continue
-            for c in np.flatnonzero(contexts.documents == document.number):
-                a, b = contexts.p.indptr[c], contexts.p.indptr[c + 1]
-                if np.allclose(p[j][contexts.p.ids[a:b]], contexts.p.masses[a:b], atol=1e-6):
-                    a, b = contexts.q.indptr[c], contexts.q.indptr[c + 1]
-                    assert np.allclose(
-                        q[ends.index(at)][contexts.q.ids[a:b]], contexts.q.masses[a:b], atol=1e-6
-                    )
-                    found += 1
-    assert found >= len(contexts.p)
+        for j in range(document.start - 1, len(document.ids) - 1):
+            if c == len(contexts.p) or contexts.documents[c] != document.number:
+                break
+            at = slice(contexts.p.indptr[c], contexts.p.indptr[c + 1])
+            if not np.allclose(p[j][contexts.p.ids[at]], contexts.p.masses[at], atol=1e-6):
+                continue  # not sampled
+            text = engine.target.vocabulary.spell(document.ids[: j + 1])
+            context = DrafterContext(
+                engine.drafter.model.new_row(), engine.drafter.segmenter, engine.drafter.begins_with
+            )
+            context.commit_ids(document.ids[: j + 1], engine.target.vocabulary)
+            assert engine.drafter.vocabulary.spell(context.ids) == text  # and nothing of what follows
+            q = laws_of(tiny.drafter, context.ids)[-1]
+            at = slice(contexts.q.indptr[c], contexts.q.indptr[c + 1])
+            assert np.allclose(q[contexts.q.ids[at]], contexts.q.masses[at], atol=1e-6)
+            c += 1
+    assert c == len(contexts.p)
+
+
+def test_unfinished_work_belongs_to_its_models(tiny, documents):
+    assert work_key(tiny.pair, documents, SMALL, "a ← b") != work_key(tiny.pair, documents, SMALL, "a ← c")
+    assert work_key(tiny.pair, documents, SMALL, "a ← b") == work_key(tiny.pair, documents, SMALL, "a ← b")
+
+
+def test_every_text_has_one_role_wherever_it_is_met():
+    texts = [f"text {i}" for i in range(1000)]
+    making, prediction = set(for_making(texts)), set(for_prediction(texts))
+    testing = {t for t in for_calibration(texts) if role_of(t) == HELD_OUT}
+    assert not making & testing
+    assert not prediction & (making | testing)
+    assert making | testing | prediction == set(texts)
+    assert 60 < len(prediction) < 140
+    assert 150 < len(testing) < 250
+    assert for_prediction(texts[:20]) == texts[:20]  # too few to set any aside
+    assert len(for_calibration(["abc " * 4000])) > 60  # one file is cut up
+    assert "".join(for_calibration(["x" * 50])) == "" or set("".join(for_calibration(["x" * 50]))) == {"x"}
+
+
+@pytest.mark.parametrize("limit", [700, 950, 1200, 2000, 3000])
+def test_no_sampling_stride_favours_a_role(engine, limit):
+    texts = [CODE[i : i + 90] for i in range(0, 18000, 90)]
+    roles = {d.role for d in read_documents(texts, engine.target, window=64, limit=limit)}
+    assert roles >= {STATISTICS, FIT, HELD_OUT}
+
+
+def test_short_contexts_are_respected(tiny, documents):
+    """A drafter and a target of 32 positions: windows shrink, the drafter's context slides, nothing is read beyond."""
+    short = TinyPair("gpt2", "gpt2", positions=32)
+    engine = short.engine()
+    cut = read_documents(TEXTS, engine.target, window=512, limit=600)
+    assert max(len(d.ids) for d in cut) <= 32
+    found = calibrate(tiny.pair, engine.target, engine.drafter, cut, SMALL)
+    assert len(found.calibration.fit.q) == len(found.calibration.fit.p) > 0
+    assert measure_costs(engine, longest=4).c > 0
+    long_prompts = [CODE[:400], CODE[900:1300]]
+    written = sample_documents(long_prompts, engine.target, max_new_tokens=8)
+    assert all(len(d.ids) <= 32 for d in written)
+    with pytest.raises(InvalidInput, match="do not fit"):
+        sample_documents(long_prompts, engine.target, max_new_tokens=32)
+
+
+def test_other_padding_than_the_pairs_is_cut_off(tiny, engine, documents):
+    narrow = dataclasses.replace(
+        tiny.pair,
+        target=dataclasses.replace(tiny.pair.target, rows=tiny.pair.target.tokens),
+        drafter=dataclasses.replace(tiny.pair.drafter, rows=tiny.pair.drafter.tokens),
+        map=tiny.pair.map.widened(tiny.pair.target.tokens, tiny.pair.drafter.tokens),
+    )
+    found = calibrate(narrow, engine.target, engine.drafter, documents, SMALL)
+    pair = recalibrated(narrow, found.calibration, figures={}, settings={})
+    embedding = tiny.target.get_input_embeddings().weight  # with the padding rows
+    kernel, _ = best_embedding(pair, embedding, top=8)
+    assert kernel.indices.max() < narrow.target.tokens
+
+
+def test_an_embedding_kernel_needs_no_drafter_laws(tiny, engine, documents):
+    alone = calibrate(tiny.pair, engine.target, None, documents, SMALL)
+    pair = recalibrated(tiny.pair, alone.calibration, figures={}, settings={})
+    kernel, knobs = best_embedding(pair, tiny.target.get_input_embeddings().weight, top=8)
+    assert len(kernel.indices) > 5 * (pair.map.d2t >= 0).sum()
+    assert knobs == {"temperature": 0.1}
 
 
 def test_an_interrupted_calibration_goes_on(tiny, engine, documents, result, tmp_path, monkeypatch):
@@ -102,7 +171,7 @@ def test_an_interrupted_calibration_goes_on(tiny, engine, documents, result, tmp
 
     def stops(document, *rest):
         calls.append(document)
-        if len(calls) == 12:
+        if len(calls) == 25:
             raise KeyboardInterrupt
         honest(document, *rest)
 
@@ -122,7 +191,7 @@ def test_an_interrupted_calibration_goes_on(tiny, engine, documents, result, tmp
 
 def test_too_few_texts_are_refused(tiny, engine):
     with pytest.raises(InvalidInput, match="too few"):
-        calibrate(tiny.pair, engine.target, None, [Document(0, (1, 2, 3), 1)], SMALL)
+        calibrate(tiny.pair, engine.target, None, [Document(0, FIT, (1, 2, 3), 1)], SMALL)
     with pytest.raises(InvalidInput, match="no text"):
         calibrate(tiny.pair, engine.target, None, [], SMALL)
 
@@ -169,6 +238,11 @@ def test_weights_are_only_shipped_where_they_help(pair):
     )
     new = fitted(add_kernel(pair, kernel, {}, top=4, seconds=0.0), "mean")
     assert new.kernels["mean"].fit.tolist() == [fit.theta, fit.lam]
+    few = dataclasses.replace(
+        pair.calibration.held_out, documents=pair.calibration.held_out.documents * 0 + 10_000
+    )
+    one_text = dataclasses.replace(pair, calibration=dataclasses.replace(pair.calibration, held_out=few))
+    assert not fit_kernel(one_text, kernel).helps  # an interval over one text says nothing
     useless = dataclasses.replace(kernel, mu=np.eye(432, dtype=np.float32)[431])  # a padding row
     assert not fit_kernel(pair, useless).helps
 
@@ -189,6 +263,71 @@ def test_heads_keep_what_they_must_and_nothing_unreachable(pair, engine, name, t
     assert again.parts == ["map", "kernel-mean", "calibration", "head"]
     assert np.array_equal(again.calibration.held_out.q.masses, pair.calibration.held_out.q.masses)
     assert again.kernels["mean"].head_fit.tolist() == new.kernels["mean"].head_fit.tolist()
+
+
+def test_a_new_calibration_takes_away_what_the_old_one_decided(pair):
+    old = pruned_pair(
+        fitted(
+            add_kernel(pair, mean_kernel(pair.map, pair.calibration.mean), {}, top=4, seconds=0.0), "mean"
+        ),
+        None,
+    )
+    old = dataclasses.replace(old, figures={**old.figures, "prune": {"size": 3}})
+    other = dataclasses.replace(pair.calibration, mean=np.roll(pair.calibration.mean, 1))
+    new = recalibrated(old, other, figures={"text": "other"}, settings={})
+    assert "prune" not in new.figures
+    assert np.array_equal(new.kernels["mean"].mu, other.mean)
+    assert new.figures["affinity"]["mean"]["held_out_tli_rate"] > 0
+    none = dataclasses.replace(
+        other,
+        **{split: dataclasses.replace(getattr(other, split), q=table([])) for split in ("fit", "held_out")},
+    )
+    bare = recalibrated(old, none, figures={}, settings={})
+    assert bare.kernels["mean"].fit is None
+    assert "gain" not in bare.figures["affinity"]["mean"]
+
+
+def test_rdk_takes_the_kernel_that_is_best_for_the_head_in_use(tiny, pair, engine):
+    kernels = {
+        "mean": mean_kernel(pair.map, pair.calibration.mean),
+        "cosegment": dataclasses.replace(composed_identity(pair), prior="cosegment"),
+    }
+    figures = {
+        "affinity": {"mean": {"held_out_rate": 0.4}, "cosegment": {"held_out_rate": 0.5}},
+        "prune": {"rdk": {"mean": 0.3, "cosegment": 0.2}},
+    }
+    both = dataclasses.replace(pair, kernels=kernels, figures=figures)
+    must = always_kept(both, engine.drafter.vocabulary)
+    both = pruned_pair(both, choose(scores("mean", both), 280, must, both.reachable))
+    both = dataclasses.replace(both, figures=figures)
+    tokenizers = {"target_tokenizer": tiny.target_tokenizer, "drafter_tokenizer": tiny.drafter_tokenizer}
+    assert Engine(tiny.target, tiny.drafter, both, **tokenizers)._rdk_prior("auto") == "mean"
+    assert (
+        Engine(tiny.target, tiny.drafter, both, full_head=True, **tokenizers)._rdk_prior("auto")
+        == "cosegment"
+    )
+    unknown = dataclasses.replace(both, figures={})
+    assert Engine(tiny.target, tiny.drafter, unknown, **tokenizers)._rdk_prior("auto") == "cosegment"
+
+
+def composed_identity(pair):
+    rows = np.unique(pair.map.d2t[pair.map.d2t >= 0])
+    return composed("covariance", pair.map, rows, rows[:, None], np.ones((len(rows), 1)), None)
+
+
+def test_a_pruned_pair_with_another_drafter_is_named(tiny, pair, engine):
+    from tests.toys import tiny_model
+
+    must = always_kept(pair, engine.drafter.vocabulary)
+    new = pruned_pair(pair, choose(scores("mean", pair), 330, must, pair.reachable))
+    with pytest.raises(StaleArtifact, match="pruned head names row"):
+        Engine(
+            tiny.target,
+            tiny_model("llama", 200, seed=4),
+            new,
+            target_tokenizer=tiny.target_tokenizer,
+            drafter_tokenizer=tiny.drafter_tokenizer,
+        )
 
 
 def test_unknown_scores_and_missing_sources_are_named(pair):
@@ -317,6 +456,35 @@ def test_guesses_are_walked_exactly():
     steps, _, accepted = expected_steps(walk, 3, 3)
     assert steps == 3  # 0 → 3 (two accepted and the target's own), 3 → 4, 4 → 8
     assert accepted.sum() == 5
+
+
+def test_guesses_at_the_end_of_a_text_are_not_short_changed():
+    """A drafter that is always right: ⌈L/(n+1)⌉ passes, whatever draft the walk was made with."""
+    for length, n in ((8, 3), (48, 2), (7, 5)):
+        left = length - np.arange(length)
+        walk = Walk(np.zeros(length), np.minimum(8, left), np.minimum(8, left), True)
+        assert expected_steps(walk, n, 8)[0] == -(-length // (n + 1))
+
+
+def test_predictions_use_the_plain_law_whatever_the_model_recommends(tiny):
+    recommending = TinyPair()
+    recommending.target.generation_config.update(
+        top_p=0.8, top_k=5, min_p=0.3, repetition_penalty=1.3, no_repeat_ngram_size=2, max_length=20
+    )
+    engine = recommending.engine()
+    before = recommending.target.generation_config
+    prompts = [CODE[:50], CODE[100:160]]
+    plain = sample_documents(prompts, tiny.engine().target, max_new_tokens=12, seed=3)
+    assert [d.ids for d in sample_documents(prompts, engine.target, max_new_tokens=12, seed=3)] == [
+        d.ids for d in plain
+    ]
+    assert recommending.target.generation_config is before
+    with pytest.raises(InvalidInput, match="no_repeat_ngram_size"):  # refused by name, not ignored
+        probe(engine, Contestant("tli", {"algorithm": "tli"}), plain, temperature=1.0)
+    recommending.target.generation_config.no_repeat_ngram_size = None
+    decoder = engine.decoder(CODE[:50], algorithm="tli", max_new_tokens=5, **plain_law(1.0))
+    assert decoder.warping == Warping(1.0)
+    assert len(probe(engine, Contestant("tli", {"algorithm": "tli"}), plain, temperature=1.0).walks) == 2
 
 
 @pytest.mark.parametrize("algorithm", ["tli", "slrs", "slem"])

@@ -103,12 +103,29 @@ def test_covariances_are_those_of_the_whole_matrix(seed: int) -> None:
     assert all(set(a) == set(b) for a, b in zip(fast[0].tolist(), slow[0].tolist(), strict=True))
 
 
+def test_one_entry_per_row_is_the_diagonal() -> None:
+    P = as_matrix(law_table(np.random.default_rng(1), 40, V_T, 6), V_T)
+    rows = np.arange(V_T)
+    columns, _ = priors.covariance_rows(P, P.toarray().mean(0), rows, top=1)
+    assert columns[:, 0].tolist() == rows.tolist()
+
+
+@given(seed=st.integers(0, 1 << 30))
+@settings(max_examples=30)
+def test_the_fast_gradient_is_the_plain_one(seed: int) -> None:
+    here, K = contexts(seed), kernel(seed)
+    under = np.random.default_rng(seed).random(len(here.p.ids)) < 0.5
+    assert np.allclose(priors._slopes(here, under, K), priors.slopes_plain(here, under, K), atol=1e-12)
+
+
 def test_a_covariance_row_is_a_softmax_over_its_support() -> None:
     columns, values = np.array([[2, 5, -1], [1, -1, -1]]), np.array([[0.4, 0.1, 0.0], [0.0, 0.0, 0.0]])
     _, weights = priors.covariance_kernel(columns, values, c=0.5)
     e = np.exp(np.array([2.0, 0.5]))
     assert np.allclose(weights[0], [*(e / e.sum()), 0])
     assert weights[1].tolist() == [1, 0, 0]  # no variance: the identity
+    commoner = priors.covariance_kernel(np.array([[0, 1, 2]]), np.array([[1e-6, 1e-4, 5e-5]]), c=0.02)[1]
+    assert np.allclose(commoner[0], [0, 1, 0])  # covariances above the diagonal are not clipped to a tie
     sharp = priors.covariance_kernel(columns, values, c=1e-4)[1]
     assert np.allclose(sharp[0], [1, 0, 0])  # and no overflow on the way
 

@@ -13,12 +13,20 @@ import numpy as np
 
 from hetspec import __version__
 from hetspec.artifact import Calibration, Kernel, PairArtifact, TokenizerIdentity
+from hetspec.errors import InvalidInput
 from hetspec.prep.affinity import TOP_PER_ROW, CosegmentResult, cosegment, kernel_figures
 from hetspec.prep.intersect import build_map, corpus_coverage, map_figures
 from hetspec.segment import Segmenter
 from hetspec.sources import TokenizerSource
 from hetspec.vocab import Vocabulary
 
+# What `fitted` notes about a kernel.
+FIT_FIGURES = frozenset(
+    (
+        *("theta", "lam", "fitted_theta", "fitted_lam", "fit_value", "fit_bound", "held_out_rate"),
+        *("held_out_tli_rate", "gain", "gain_low", "gain_high", "head", "row_fit_curve"),
+    )
+)
 CORPUS_BYTES = 2_000_000  # enough for coverages to three digits
 
 
@@ -105,6 +113,8 @@ def extend(
         kernels: added to, or put in the place of, the old ones.
         calibration: put in the place of the old one.
     """
+    if pair.head is not None and kernels:
+        _keep_head(pair, kernels)
     merged = dict(pair.figures)
     for section, values in figures.items():
         merged[section] = {**merged.get(section, {}), **values}
@@ -124,6 +134,48 @@ def extend(
         figures=merged,
         provenance=provenance,
     )
+
+
+def _keep_head(pair: PairArtifact, kernels: dict[str, Kernel]) -> None:
+    """Refuses kernels that reach other drafter ids than the pruned head was chosen from."""
+    new = dataclasses.replace(pair, head=None, kernels={**pair.kernels, **kernels})
+    if not np.array_equal(new.reachable, pair.reachable):
+        raise InvalidInput(
+            "the pair's pruned head was chosen without this kernel, which reaches other drafter tokens.",
+            "Build kernels first and prune last: name the run before pruning.",
+        )
+
+
+def recalibrated(
+    pair: PairArtifact, calibration: Calibration, *, figures: dict[str, Any], settings: dict[str, Any]
+) -> PairArtifact:
+    """A pair with a new calibration; whatever the old one decided is taken away, and weights are fitted anew.
+
+    Args:
+        pair: the old artifact.
+        calibration: of both models, or of the target alone (then nothing is fitted).
+        figures: of the calibration.
+        settings: recorded in the provenance.
+    """
+    kernels = {
+        prior: dataclasses.replace(kernel, mu=calibration.mean, fit=None, head_fit=None)
+        for prior, kernel in pair.kernels.items()
+    }
+    affinity = {
+        prior: {name: value for name, value in known.items() if name not in FIT_FIGURES}
+        for prior, known in pair.figures.get("affinity", {}).items()
+    }
+    kept = {name: value for name, value in pair.figures.items() if name not in ("calibration", "prune")}
+    bare = dataclasses.replace(
+        pair, kernels=kernels, figures={**kept, **({"affinity": affinity} if affinity else {})}
+    )
+    new = extend(
+        bare, stage="calibrate", calibration=calibration, figures={"calibration": figures}, settings=settings
+    )
+    if len(calibration.fit.q):
+        for prior in kernels:
+            new = fitted(new, prior)
+    return new
 
 
 def add_cosegment(

@@ -2,8 +2,7 @@
 
 Per target token the mean and variance of its probability and its frequency; for a sample of contexts the
 likeliest tokens of both laws; for all contexts a sparse matrix `P` of the likeliest few, from which the
-covariance kernel is built. Texts have roles by their number, so that nothing is judged on what it was made
-from: three of five for the statistics, one for fitting weights, one held out for testing.
+covariance kernel is built. Statistics, fits and tests each have texts of their own (`hetspec.prep.texts`).
 """
 
 from __future__ import annotations
@@ -29,12 +28,13 @@ from scipy import sparse
 from hetspec.artifact import Calibration, Contexts, LawTable, PairArtifact
 from hetspec.errors import InvalidInput
 from hetspec.prep.documents import Document
+from hetspec.prep.texts import FIT, HELD_OUT, RESERVED, STATISTICS
 from hetspec.runtime import laws
+from hetspec.runtime.context import DrafterContext
 from hetspec.runtime.laws import Warping
 from hetspec.runtime.sides import Side
 
 CHUNK = 64  # positions whose laws are held at a time: V_t floats each
-STATISTICS, FIT, HELD_OUT = "statistics", "fit", "held_out"
 
 
 @dataclass(frozen=True)
@@ -88,6 +88,16 @@ class _Shard:
             both(),
         )
 
+    def add(self, other: _Shard) -> None:
+        """Adds another shard to this one."""
+        for name in ("sum", "squares", "counts", "drafter_counts", "figures"):
+            getattr(self, name).__iadd__(getattr(other, name))
+        self.P += other.P
+        for use in (FIT, HELD_OUT):
+            self.p[use] += other.p[use]
+            self.q[use] += other.q[use]
+            self.documents[use] += other.documents[use]
+
 
 @dataclass(frozen=True)
 class CalibrationResult:
@@ -95,18 +105,13 @@ class CalibrationResult:
 
     Attributes:
         calibration: for the artifact.
-        P: sparse float32 [contexts, V_t], the likeliest target probabilities of every context not held out.
+        P: sparse float32 [contexts, V_t], the likeliest target probabilities in the contexts for statistics.
         figures: counts, seconds, memory; JSON values.
     """
 
     calibration: Calibration
     P: sparse.csr_array
     figures: dict[str, Any]
-
-
-def role(number: int) -> str:
-    """What a text is used for."""
-    return (STATISTICS, STATISTICS, STATISTICS, FIT, HELD_OUT)[number % 5]
 
 
 def calibrate(
@@ -121,13 +126,14 @@ def calibrate(
 ) -> CalibrationResult:
     """Runs the target over documents, and the drafter over the sampled ones among them.
 
-    The drafter's law is taken where its own tokenisation of the text has a boundary with the target's.
+    The drafter reads each sampled context as it does while generating: its own tokens for the text so far, and
+    nothing of what follows.
 
     Args:
         pair: for its map.
         target: with a model.
         drafter: with a model; None leaves the tables of `q` empty.
-        documents: from `read_documents` or `sample_documents`.
+        documents: from `read_documents` or `sample_documents`; reserved ones are left out.
         settings: knobs.
         work: a folder where finished shards are kept; a later call with the same arguments goes on from there.
         progress: is told the target tokens done.
@@ -137,24 +143,25 @@ def calibrate(
     """
     started = time.perf_counter()
     before = _peak_memory()
+    documents = [document for document in documents if document.role != RESERVED]
     sizes = dict.fromkeys((STATISTICS, FIT, HELD_OUT), 0)
     for document in documents:
-        sizes[role(document.number)] += len(document.ids) - document.start
+        sizes[document.role] += len(document.ids) - document.start
     wanted = sum(sizes.values())
     if not wanted:
         raise InvalidInput("there is no text to calibrate on.", "Give more text.")
     if not all(sizes.values()):
         raise InvalidInput(
-            f"{len({d.number for d in documents})} texts are too few: one of five is held out for testing, "
-            "one of five is for fitting.",
-            "Give at least five texts.",
+            f"{len({d.number for d in documents})} texts are too few: statistics, fits and tests each need their own "
+            f"(two of ten texts are for testing).",
+            "Give more text, or more --tokens.",
         )
     strides = {
         FIT: max(1.0, sizes[FIT] / settings.fit),
         HELD_OUT: max(1.0, sizes[HELD_OUT] / settings.held_out),
     }
-    shards: list[_Shard] = []
-    done = 0
+    total = _Shard.empty(pair.target.rows, pair.drafter.rows)
+    done = fresh = 0
     for number, part in enumerate(_parts(documents, settings.shard_tokens)):
         path = None if work is None else work / f"shard-{number:05d}.npz"
         if path is not None and path.is_file():
@@ -163,12 +170,13 @@ def calibrate(
         else:
             shard = _Shard.empty(pair.target.rows, pair.drafter.rows)
             for document in part:
-                _read(document, pair, target, drafter, settings, strides.get(role(document.number)), shard)
+                _read(document, pair, target, drafter, settings, strides.get(document.role), shard)
                 done += len(document.ids) - document.start
+                fresh += len(document.ids) - document.start
                 progress(done)
             if path is not None:
                 _save_shard(shard, path)
-        shards.append(shard)
+        total.add(shard)
         progress(done)
     figures = {
         "target_tokens": wanted,
@@ -176,12 +184,25 @@ def calibrate(
         "seconds": time.perf_counter() - started,
         "extra_memory_bytes": max(0, _peak_memory() - before),
     }
-    return _result(shards, settings, figures)
+    figures["tokens_per_second"] = fresh / figures["seconds"]
+    if drafter is not None and not (total.q[FIT] and total.q[HELD_OUT]):
+        raise InvalidInput("no context of the text could be read by the drafter.", "Give more text.")
+    return _result(total, figures)
 
 
-def work_key(pair: PairArtifact, documents: Sequence[Document], settings: CalibrationSettings) -> str:
-    """Names the work folder: the same for the same pair, text and settings."""
-    digest = hashlib.sha256(f"{pair.key}{json.dumps(asdict(settings))}".encode())
+def work_key(
+    pair: PairArtifact, documents: Sequence[Document], settings: CalibrationSettings, models: str
+) -> str:
+    """Names the work folder: the same for the same pair, models, text and settings.
+
+    Args:
+        pair: its map counts too.
+        documents: the text.
+        settings: knobs.
+        models: what was loaded, and how; two models can share a tokenizer.
+    """
+    digest = hashlib.sha256(f"{pair.key}{models}{json.dumps(asdict(settings))}".encode())
+    digest.update(pair.map.d2t.tobytes())
     for document in documents:
         digest.update(repr(document).encode())
     return digest.hexdigest()[:16]
@@ -214,94 +235,73 @@ def _read(
     shard: _Shard,
 ) -> None:
     """Adds one document to a shard; no `stride` means none of its contexts are sampled."""
-    use = role(document.number)
-    ids = document.ids
-    np.add.at(shard.counts, list(ids[document.start :]), 1)
-    sampled, drafted = _sampled(document, target, drafter, stride, shard)
+    use, ids = document.role, list(document.ids)
+    if use != HELD_OUT:  # heads are chosen by these counts and tested on the held-out texts
+        np.add.at(shard.counts, ids[document.start :], 1)
+        if drafter is not None:
+            text = target.vocabulary.spell(ids[document.start :])
+            np.add.at(shard.drafter_counts, drafter.segmenter.encode(text), 1)
+    sampled = _sampled(document, stride)
     inside = torch.from_numpy(np.flatnonzero(pair.map.t2d >= 0))
     assert target.model is not None
     row = target.model.new_row()
     if document.start > 1:
-        row.forward(list(ids[: document.start - 1]), keep=1)
+        row.forward(ids[: document.start - 1], keep=1)
     for at in range(document.start - 1, len(ids) - 1, CHUNK):
-        feed = list(ids[at : min(at + CHUNK, len(ids) - 1)])
+        feed = ids[at : min(at + CHUNK, len(ids) - 1)]
         p = laws.law(row.forward(feed, keep=len(feed)), Warping(settings.temperature))
+        p = p[:, : len(shard.sum)]  # a model may be padded otherwise than the pair was built with
         shard.figures[1] += len(feed)
         shard.figures[2] += float(p[:, inside].sum())
         if use == STATISTICS:
+            rows = p.shape[1]
             shard.figures[0] += len(feed)
-            rows = min(
-                p.shape[1], len(shard.sum)
-            )  # a model may be padded otherwise than the pair was built with
-            shard.sum[:rows] += p[:, :rows].sum(0, dtype=torch.float64).numpy()
-            shard.squares[:rows] += p[:, :rows].square().sum(0, dtype=torch.float64).numpy()
+            shard.sum[:rows] += p.sum(0, dtype=torch.float64).numpy()
+            shard.squares[:rows] += p.square().sum(0, dtype=torch.float64).numpy()
             shard.P += _likeliest(p, settings.top_sparse)
         here = [j for j in sampled if at <= j < at + len(feed)]
         if here:
             shard.p[use] += _likeliest(p[[j - at for j in here]], settings.top)
             shard.documents[use] += [document.number] * len(here)
     if drafter is not None and sampled:
-        _read_drafter(drafted, drafter, settings, use, shard)
+        shard.q[use] += _drafter_laws(ids, sampled, pair, target, drafter, settings)
 
 
-def _sampled(
-    document: Document, target: Side, drafter: Side | None, stride: float | None, shard: _Shard
-) -> tuple[list[int], tuple[list[int], list[int]]]:
-    """Positions of a document whose laws are kept, and the drafter's ids with the positions that match.
-
-    A position is the index of the last id read. Without a drafter any will do; with one its tokenisation must
-    have a boundary there.
-    """
-    start, ids = document.start, document.ids
-    positions = list(range(start - 1, len(ids) - 1))
-    own: list[int] = []
-    boundary: dict[int, int] = {}
-    if drafter is not None:
-        text = target.vocabulary.spell(ids)
-        own = drafter.segmenter.encode(text)
-        ends = drafter.segmenter.ends(text, own)
-        if ends is None:
-            return [], ([], [])
-        lead = len(drafter.begins_with)
-        boundary = {int(end): lead + i for i, end in enumerate(ends)}
-        if lead:
-            boundary[0] = lead - 1
-        lengths = np.cumsum([len(target.vocabulary.bytes_of(t)) for t in ids])
-        first = int(lengths[start - 1])
-        np.add.at(shard.drafter_counts, [d for d, end in zip(own, ends, strict=True) if end > first], 1)
-        positions = [j for j in positions if int(lengths[j]) in boundary]
-        own = [*drafter.begins_with, *own]
+def _sampled(document: Document, stride: float | None) -> list[int]:
+    """Positions of a document whose laws are kept; a position is the index of the last id read."""
     if stride is None:
-        return [], ([], [])
+        return []
     # The fractional part of the text's number decides where in the stride it begins, so that short texts count too.
     offset = (document.number * 0.6180339887) % 1.0
+    positions = range(document.start - 1, len(document.ids) - 1)
     places = [math.floor(i / stride + offset) for i in range(-1, len(positions))]
-    chosen = [
+    return [
         j for j, (before, here) in zip(positions, itertools.pairwise(places), strict=True) if here > before
     ]
-    if drafter is None:
-        return chosen, ([], [])
-    return chosen, (own, [boundary[int(lengths[j])] for j in chosen])
 
 
-def _read_drafter(
-    drafted: tuple[list[int], list[int]],
+def _drafter_laws(
+    ids: list[int],
+    positions: list[int],
+    pair: PairArtifact,
+    target: Side,
     drafter: Side,
     settings: CalibrationSettings,
-    use: str,
-    shard: _Shard,
-) -> None:
-    own, wanted = drafted
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """The drafter's law at each position, read through the runtime's own context."""
     assert drafter.model is not None
-    row = drafter.model.new_row()
-    last = max(wanted) + 1
-    for at in range(0, last, CHUNK):
-        feed = own[at : min(at + CHUNK, last)]
-        logits = row.forward(feed, keep=len(feed))
-        here = [j - at for j in wanted if at <= j < at + len(feed)]
-        if here:
-            q = laws.law(logits[here], Warping(settings.temperature), "the drafter")
-            shard.q[use] += _likeliest(q, settings.top)
+    context = DrafterContext(drafter.model.new_row(), drafter.segmenter, drafter.begins_with)
+    rows: list[tuple[np.ndarray, np.ndarray]] = []
+    read = 0
+    for j in positions:
+        context.commit_ids(ids[read : j + 1], target.vocabulary)
+        read = j + 1
+        if not context.can_read():  # nothing to predict from yet
+            rows.append((np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.float32)))
+            continue
+        q = laws.law(context.next_logits(), Warping(settings.temperature), "the drafter")
+        rows += _likeliest(q[None, : pair.drafter.rows], settings.top)
+    return rows
 
 
 def _likeliest(rows: torch.Tensor, top: int) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -318,29 +318,21 @@ def _likeliest(rows: torch.Tensor, top: int) -> list[tuple[np.ndarray, np.ndarra
 # -- putting shards together ----------------------------------------------------------------------------------
 
 
-def _result(
-    shards: list[_Shard], settings: CalibrationSettings, figures: dict[str, Any]
-) -> CalibrationResult:
-    contexts, everywhere, inside = np.sum([shard.figures for shard in shards], axis=0)
-    added = {
-        name: np.sum([getattr(shard, name) for shard in shards], axis=0)
-        for name in ("sum", "squares", "counts", "drafter_counts")
-    }
-    mean = added["sum"] / contexts
-    P = table([row for shard in shards for row in shard.P])
+def _result(total: _Shard, figures: dict[str, Any]) -> CalibrationResult:
+    contexts, everywhere, inside = total.figures
+    mean = total.sum / contexts
+    P = table(total.P)
     splits = {
         use: Contexts(
-            table([row for shard in shards for row in shard.p[use]]),
-            table([row for shard in shards for row in shard.q[use]]),
-            np.array([n for shard in shards for n in shard.documents[use]], dtype=np.int32),
+            table(total.p[use]), table(total.q[use]), np.array(total.documents[use], dtype=np.int32)
         )
         for use in (FIT, HELD_OUT)
     }
     calibration = Calibration(
         mean=mean.astype(np.float32),
-        variance=np.maximum(added["squares"] / contexts - mean**2, 0).astype(np.float32),
-        counts=added["counts"],
-        drafter_counts=added["drafter_counts"],
+        variance=np.maximum(total.squares / contexts - mean**2, 0).astype(np.float32),
+        counts=total.counts,
+        drafter_counts=total.drafter_counts,
         fit=splits[FIT],
         held_out=splits[HELD_OUT],
     )
@@ -348,11 +340,10 @@ def _result(
         "contexts": int(everywhere),
         "fit_contexts": len(splits[FIT].p),
         "held_out_contexts": len(splits[HELD_OUT].p),
-        "target_mass_in_intersection": inside / everywhere,
+        "target_mass_in_intersection": min(1.0, inside / everywhere),  # float32 sums
         "kept_target_mass": _kept(splits[HELD_OUT].p),
         "kept_drafter_mass": _kept(splits[HELD_OUT].q),
         "P_bytes": int(P.masses.nbytes + P.ids.nbytes + P.indptr.nbytes),
-        "tokens_per_second": figures["target_tokens"] / figures["seconds"],
     }
     return CalibrationResult(calibration, as_matrix(P, len(mean)), figures)
 

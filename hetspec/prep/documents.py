@@ -10,21 +10,12 @@ from typing import Any
 
 import torch
 
+from hetspec.errors import InvalidInput
+from hetspec.prep.texts import role_of
 from hetspec.runtime.sides import Side, read_prompt
 
 BATCH = 8  # prompts continued at a time
-FEWEST_TEXTS = 50  # so that a fifth of them says something
-RESERVED = 10  # every tenth text of a collection is left to `predict`
-
-
-def for_calibration(texts: Sequence[str]) -> list[str]:
-    """The texts of a collection that calibration may see."""
-    return [text for number, text in enumerate(texts) if number % RESERVED != RESERVED - 1]
-
-
-def for_prediction(texts: Sequence[str]) -> list[str]:
-    """The texts that calibration never sees; all of them, if there are too few to set any aside."""
-    return list(texts[RESERVED - 1 :: RESERVED]) or list(texts)
+SPREAD = 50  # texts that a calibration is spread over at least, where there are as many
 
 
 @dataclass(frozen=True)
@@ -32,12 +23,14 @@ class Document:
     """One text in the target's tokens.
 
     Attributes:
-        number: the text's number in its collection; parts of one text share it.
+        number: of the text in its collection; parts of one text share it.
+        role: what the text may be used for.
         ids: target ids, beginning as the target's tokenizer begins a text.
         start: the first id whose law counts (those before are the prompt), at least 1.
     """
 
     number: int
+    role: str
     ids: tuple[int, ...]
     start: int
 
@@ -51,32 +44,25 @@ def read_documents(texts: Sequence[str], target: Side, *, window: int, limit: in
         window: tokens per document at most.
         limit: target tokens wanted in all; an even sample of the texts is taken.
     """
-    texts = _divided(texts)
+    assert target.model is not None
+    window = min(window, target.model.max_length)
     wanted = limit * 4  # about 4 characters a token; too many rather than too few
     stride = max(1, sum(map(len, texts)) // max(1, wanted))
-    most = max(window, limit // FEWEST_TEXTS)  # of one text
+    most = max(window, limit // SPREAD)  # of one text
     start = max(1, len(target.begins_with))
+    size = max(1, window - len(target.begins_with))
     documents: list[Document] = []
     total = 0
     for number in [i for offset in range(stride) for i in range(offset, len(texts), stride)]:
-        ids = target.segmenter.encode(texts[number].encode())[: min(most, limit - total)]
-        size = window - len(target.begins_with)
+        ids = target.segmenter.encode(texts[number].encode("utf-8", "replace"))[: min(most, limit - total)]
         for at in range(0, len(ids), size):
             part = (*target.begins_with, *ids[at : at + size])
             if len(part) > start:
-                documents.append(Document(number, part, start))
+                documents.append(Document(number, role_of(texts[number]), part, start))
                 total += len(part) - start
         if total >= limit:
             break
     return documents
-
-
-def _divided(texts: Sequence[str]) -> list[str]:
-    """The texts, cut into blocks where there are too few to hold some out."""
-    if len(texts) >= FEWEST_TEXTS:
-        return list(texts)
-    size = max(1, sum(map(len, texts)) // FEWEST_TEXTS)
-    return [text[at : at + size] for text in texts for at in range(0, len(text), size)]
 
 
 def sample_documents(
@@ -94,21 +80,31 @@ def sample_documents(
     Args:
         prompts: text, ids or chats.
         target: the model and its tokenizer.
-        max_new_tokens: per prompt; a continuation ends earlier at an end-of-text token.
+        max_new_tokens: per prompt; a continuation ends earlier at an end-of-text token. Where the context is short
+            only the end of the prompt is read.
         temperature: of the draws; nothing else warps the law.
         seed: of the first batch.
         store: a JSON-lines file in which finished documents are kept and found again.
         progress: is told the finished documents.
     """
     known = _stored(store)
-    read = [read_prompt(prompt, target) for prompt in prompts]
+    assert target.model is not None
+    room = target.model.max_length - max_new_tokens
+    if room < 1:
+        raise InvalidInput(
+            f"{max_new_tokens} new tokens do not fit the target's context of {target.model.max_length}.",
+            "Ask for fewer.",
+        )
+    read = [read_prompt(prompt, target)[-room:] for prompt in prompts]
     by_length = sorted(range(len(prompts)), key=lambda i: len(read[i]))  # little padding in a batch
     for first in range(0, len(by_length), BATCH):
         batch = [i for i in by_length[first : first + BATCH] if i not in known]
         if batch:
             new = _continue([read[i] for i in batch], target, max_new_tokens, temperature, seed + first)
             found = [
-                Document(i, (*read[i], *ids), len(read[i])) for i, ids in zip(batch, new, strict=True) if ids
+                Document(i, role_of(str(prompts[i])), (*read[i], *ids), len(read[i]))
+                for i, ids in zip(batch, new, strict=True)
+                if ids
             ]
             known |= {document.number: document for document in found}
             if store is not None:
@@ -127,7 +123,9 @@ def _stored(store: Path | None) -> dict[int, Document]:
             record = json.loads(line)
         except ValueError:  # the last line of a run that was cut short
             continue
-        found[record["number"]] = Document(record["number"], tuple(record["ids"]), record["start"])
+        found[record["number"]] = Document(
+            record["number"], record["role"], tuple(record["ids"]), record["start"]
+        )
     return found
 
 
@@ -140,7 +138,14 @@ def _continue(
     assert target.model is not None
     model = target.model.model
     longest = max(map(len, prompts))
-    ends = sorted({*target.vocabulary.eos_ids, *target.vocabulary.turn_end_ids})
+    own = model.generation_config.eos_token_id
+    ends = sorted(
+        {
+            *target.vocabulary.eos_ids,
+            *target.vocabulary.turn_end_ids,
+            *((own,) if isinstance(own, int) else own or ()),
+        }
+    )
     pad = ends[0] if ends else 0
     ids = torch.tensor([[pad] * (longest - len(ids)) + ids for ids in prompts], device=target.model.device)
     mask = torch.tensor(
@@ -150,15 +155,16 @@ def _continue(
     if temperature > 0:
         law = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
     config = GenerationConfig(
-        **law,
-        max_new_tokens=max_new_tokens,
-        repetition_penalty=1.0,
-        eos_token_id=ends or None,
-        pad_token_id=pad,
+        **law, max_new_tokens=max_new_tokens, eos_token_id=ends or None, pad_token_id=pad
     )
-    with torch.random.fork_rng(), torch.inference_mode():
-        torch.manual_seed(seed)
-        out = model.generate(ids, attention_mask=mask, generation_config=config)[:, longest:].tolist()
+    # transformers fills what a given config leaves open from the model's own, penalties and min-p included.
+    kept, model.generation_config = model.generation_config, GenerationConfig()
+    try:
+        with torch.random.fork_rng(), torch.inference_mode():
+            torch.manual_seed(seed)
+            out = model.generate(ids, attention_mask=mask, generation_config=config)[:, longest:].tolist()
+    finally:
+        model.generation_config = kept
     return [_until(row, set(ends)) for row in out]
 
 

@@ -24,6 +24,7 @@ from hetspec.runtime.algorithms import BEHIND_TOKENS
 from hetspec.runtime.bench import Contestant
 from hetspec.runtime.generate import Engine
 from hetspec.runtime.models import CachedModel
+from hetspec.runtime.options import plain_law
 from hetspec.runtime.rng import TorchRng
 
 LENGTHS = tuple(range(1, 9))
@@ -88,13 +89,11 @@ def probe(
         draft_length: of whole drafts.
         progress: is told the target tokens done.
     """
-    sampling: dict[str, Any] = {"do_sample": False}
-    if temperature > 0:
-        sampling = {"do_sample": True, "temperature": temperature, "top_k": 0}
+    sampling = plain_law(temperature)
     walks, forwards, candidates, outside, verifying, done = [], 0, 0, 0.0, 0.0, 0
     for document in documents:
         prompt, text = list(document.ids[: document.start]), document.ids[document.start :]
-        decoder = engine.decoder(prompt, seed=0, **sampling, **contestant.options)
+        decoder = engine.decoder(prompt, seed=0, max_new_tokens=len(text), **sampling, **contestant.options)
         context, rng, ids = decoder.context, TorchRng(0), prompt
         assert context is not None
         rows = decoder.target.forward([*prompt, *text], keep=len(text) + 1)[:-1]
@@ -117,6 +116,8 @@ def probe(
             if guesses:
                 offered[i] = len(proposal.ids)
                 run[i] = _equal(proposal.ids, text[i:])
+                if not decoder.warping.greedy:  # what the verdict on a guess takes
+                    rng.categorical(laws.law(rows[i], decoder.warping))
             elif proposal.ids:
                 match[i] = _match(proposal, rows[i], x, decoder.warping)
             verifying += time.perf_counter() - started
@@ -184,7 +185,8 @@ def _accepted(walk: Walk, i: int, n: int, draft_length: int) -> list[float]:
     room = len(walk.match) - i - 1
     if walk.guesses:
         # A draft of n drafter tokens holds that share of the candidates of the whole draft.
-        offered = min(room, round(int(walk.offered[i]) * min(1.0, n / draft_length)))
+        asked = min(draft_length, room + 1)  # the walk's own drafts were cut there
+        offered = min(room, round(int(walk.offered[i]) * min(1.0, n / asked)))
         m = min(int(walk.run[i]), offered)
         return [0.0] * m + [1.0] + [0.0] * (offered - m)
     size = min(n, room)
@@ -212,6 +214,7 @@ def step_seconds(
     Returns:
         by model, by size.
     """
+    context = max(1, min(context, *(model.max_length - max(sizes) for model in models)))
     rows = [model.new_row() for model in models]
     for row in rows:
         row.forward([1] * context, keep=1)
@@ -368,9 +371,7 @@ def measure(
         seed: of the first prompt.
         progress: is told the finished prompts.
     """
-    sampling: dict[str, Any] = {"do_sample": False}
-    if temperature > 0:
-        sampling = {"do_sample": True, "temperature": temperature, "top_k": 0}
+    sampling = plain_law(temperature)
     tokens, steps = [], []
     for number, prompt in enumerate(prompts):
         stats = engine.generate(

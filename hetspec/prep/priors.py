@@ -24,6 +24,7 @@ from hetspec.runtime.kernels import cold_law
 BLOCK = 512  # rows computed at a time; N² is never held
 TOP = 64  # entries kept per row
 SCALES = (0.02, 0.05, 0.1, 0.25, 0.5, 1.0)  # s_i = c·Ω_ii is tried with these c
+FEWEST_DOCUMENTS = 8  # held-out texts below which an interval over texts says nothing
 TEMPERATURES = (0.02, 0.05, 0.1, 0.2)  # of the softmax over cosines
 
 
@@ -93,7 +94,7 @@ def _largest(
             if y == x:
                 values[r, 0] = max(omega, 0.0)
                 continue
-            if omega <= 0 or (size == top and omega <= values[r, top - 1]):
+            if top == 1 or omega <= 0 or (size == top and omega <= values[r, top - 1]):
                 continue
             place = size if size < top else top - 1
             while place > 1 and values[r, place - 1] < omega:
@@ -131,8 +132,9 @@ def covariance_kernel(columns: np.ndarray, values: np.ndarray, c: float) -> tupl
         (columns, weights), as the arguments; weights of missing entries are 0.
     """
     diagonal = values[:, :1]
-    scaled = np.divide(values - diagonal, c * diagonal, out=np.zeros_like(values), where=diagonal > 0)
-    weights = np.where(columns >= 0, np.exp(np.clip(scaled, -700, 700)), 0.0)
+    largest = values.max(1, keepdims=True)  # the covariance with a commoner token can exceed the diagonal
+    scaled = np.divide(values - largest, c * diagonal, out=np.zeros_like(values), where=diagonal > 0)
+    weights = np.where(columns >= 0, np.exp(scaled), 0.0)
     weights[(diagonal == 0).ravel(), 1:] = 0
     return columns, weights / weights.sum(1, keepdims=True)
 
@@ -251,7 +253,8 @@ class FitResult:
     """How a kernel was weighted, and what that is worth on texts it has never seen.
 
     Attributes:
-        theta, lam: as shipped; both 0 where the held-out gain is not positive beyond doubt.
+        theta, lam: as shipped; both 0 where the held-out gain is not positive beyond doubt (or the held-out texts
+            are too few to tell).
         fitted_theta, fitted_lam: as fitted.
         fit_value, fit_bound: acceptance on the fitted contexts, and proof that no weights do better.
         held_out_rate, held_out_tli_rate: mean acceptance on held-out contexts with the shipped weights, and of TLI.
@@ -309,7 +312,7 @@ def fit_kernel(pair: PairArtifact, kernel: Kernel, kept: np.ndarray | None = Non
     p, documents = calibration.held_out.p, calibration.held_out.documents
     tli, mixed = acceptances(p, test[0]), acceptances(p, mixture.weights @ test)
     gain = interval(mixed - tli, documents)
-    helps = gain.low > 0
+    helps = gain.low > 0 and len(np.unique(documents)) >= FEWEST_DOCUMENTS
     _, lam, theta = mixture.weights.tolist()
     return FitResult(
         theta=theta if helps else 0.0,
@@ -382,11 +385,15 @@ def best_embedding(
 ) -> tuple[Kernel, dict[str, float]]:
     """The embedding-cosine kernel; its temperature is fitted where there is a calibration. (kernel, its knobs)"""
     rows = np.unique(pair.map.d2t[pair.map.d2t >= 0])
+    embedding = embedding[: pair.target.tokens]  # padding rows stand for nothing
+    rows = rows[rows < len(embedding)]
     calibration = pair.calibration
-    if calibration is not None:  # rows the drafter never proposes stay the identity
+    if calibration is not None and len(
+        calibration.fit.q
+    ):  # rows the drafter never proposes stay the identity
         used = np.zeros(len(pair.map.d2t), dtype=bool)
         used[calibration.fit.q.ids] = True
-        rows = np.unique(pair.map.d2t[used & (pair.map.d2t >= 0)])
+        rows = np.intersect1d(rows, pair.map.d2t[used & (pair.map.d2t >= 0)])
     columns, cosines = embedding_rows(embedding, rows, top=top, progress=progress)
     fitted = temperature is None and calibration is not None and len(calibration.fit.q) > 0
     tried = TEMPERATURES if fitted else (temperature or 0.1,)
@@ -472,11 +479,11 @@ def fit_rows(
     test = np.isin(contexts.documents, aside)
     K = sparse.csr_array(matrix, copy=True).astype(np.float64)
     K.sort_indices()
-    p, q = (sparse.csr_array((t.masses, t.ids, t.indptr)) for t in (contexts.p, contexts.q))
-    q = sparse.csr_array((q.data, q.indices, q.indptr), shape=(len(contexts.q), K.shape[0])).astype(
-        np.float64
-    )
     rows = np.repeat(np.arange(K.shape[0]), np.diff(K.indptr))
+    seen = np.zeros(K.shape[0])
+    np.add.at(
+        seen, contexts.q.ids, np.where(np.repeat(test, np.diff(contexts.q.indptr)), 0, contexts.q.masses)
+    )
     best, curve = K.copy(), []
     for _ in range(iterations + 1):
         pi = proposal(contexts, K)
@@ -484,15 +491,69 @@ def fit_rows(
         curve.append(float(rates[test].mean()))
         if curve[-1] >= max(curve):
             best = K.copy()
-        under = np.where(pi < contexts.p.masses, 1.0, 0.0)
-        under[np.repeat(test, np.diff(contexts.p.indptr))] = 0
-        indicator = sparse.csr_array((under, contexts.p.ids, p.indptr), shape=(len(contexts.p), K.shape[1]))
-        slope = _entries(sparse.csr_array(q.T @ indicator), K)
-        seen = np.asarray(q[~test].sum(axis=0)).ravel()
-        K.data = K.data * np.exp(rate * slope / np.maximum(seen[rows], 1e-3))
+        under = pi < contexts.p.masses
+        under[np.repeat(test, np.diff(contexts.p.indptr))] = False
+        K.data = K.data * np.exp(rate * _slopes(contexts, under, K) / np.maximum(seen[rows], 1e-3))
         sums = np.asarray(K.sum(axis=1)).ravel()
         K.data = K.data / sums[rows]
     return best, curve
+
+
+def _slopes(contexts: Contexts, under: np.ndarray, K: sparse.csr_array) -> np.ndarray:
+    """`Σ_c q_c(d)·1[π_c(x) < p_c(x)]` at the places of K's entries (d, x), float64[nnz]."""
+    out = np.zeros(len(K.indices))
+    _add_slopes(
+        contexts.p.indptr,
+        contexts.p.ids,
+        under,
+        contexts.q.indptr,
+        contexts.q.ids,
+        contexts.q.masses.astype(np.float64),
+        K.indptr.astype(np.int64),
+        K.indices.astype(np.int64),
+        K.shape[1],
+        out,
+    )
+    return out
+
+
+@numba.njit(cache=True)  # type: ignore[untyped-decorator]
+def _add_slopes(
+    p_indptr: np.ndarray,
+    p_ids: np.ndarray,
+    under: np.ndarray,
+    q_indptr: np.ndarray,
+    q_ids: np.ndarray,
+    q_masses: np.ndarray,
+    k_indptr: np.ndarray,
+    k_columns: np.ndarray,
+    columns: int,
+    out: np.ndarray,
+) -> None:
+    wanted = np.zeros(columns, dtype=np.bool_)
+    for c in range(len(p_indptr) - 1):
+        for entry in range(p_indptr[c], p_indptr[c + 1]):
+            wanted[p_ids[entry]] = under[entry]
+        for i in range(q_indptr[c], q_indptr[c + 1]):
+            for k in range(k_indptr[q_ids[i]], k_indptr[q_ids[i] + 1]):
+                if wanted[k_columns[k]]:
+                    out[k] += q_masses[i]
+        for entry in range(p_indptr[c], p_indptr[c + 1]):
+            wanted[p_ids[entry]] = False
+
+
+def slopes_plain(contexts: Contexts, under: np.ndarray, K: sparse.csr_array) -> np.ndarray:
+    """The slow twin of the gradient: one dense outer product per context."""
+    total = np.zeros(K.shape)
+    for c in range(len(contexts.p)):
+        q, wanted = np.zeros(K.shape[0]), np.zeros(K.shape[1])
+        at = slice(contexts.q.indptr[c], contexts.q.indptr[c + 1])
+        q[contexts.q.ids[at]] = contexts.q.masses[at]
+        at = slice(contexts.p.indptr[c], contexts.p.indptr[c + 1])
+        wanted[contexts.p.ids[at]] = under[at]
+        total += np.outer(q, wanted)
+    rows = np.repeat(np.arange(K.shape[0]), np.diff(K.indptr))
+    return np.asarray(total[rows, K.indices])
 
 
 def with_fitted_rows(pair: PairArtifact, kernel: Kernel) -> tuple[Kernel, list[float]]:
@@ -500,29 +561,3 @@ def with_fitted_rows(pair: PairArtifact, kernel: Kernel) -> tuple[Kernel, list[f
     calibration = require_contexts(pair)
     matrix, curve = fit_rows(calibration.fit, as_csr(kernel, len(pair.map.t2d)))
     return as_kernel(kernel.prior, matrix, kernel.mu), curve
-
-
-def _entries(values: sparse.csr_array, pattern: sparse.csr_array) -> np.ndarray:
-    """The entries of one matrix at the places of another's non-zeros, float64[nnz]."""
-    values.sort_indices()
-    out = np.zeros(len(pattern.indices))
-    _look_up(values.indptr, values.indices, values.data, pattern.indptr, pattern.indices, out)
-    return out
-
-
-@numba.njit(cache=True)  # type: ignore[untyped-decorator]
-def _look_up(
-    indptr: np.ndarray,
-    indices: np.ndarray,
-    data: np.ndarray,
-    at_indptr: np.ndarray,
-    at_indices: np.ndarray,
-    out: np.ndarray,
-) -> None:
-    for row in range(len(at_indptr) - 1):
-        i = indptr[row]
-        for k in range(at_indptr[row], at_indptr[row + 1]):
-            while i < indptr[row + 1] and indices[i] < at_indices[k]:
-                i += 1
-            if i < indptr[row + 1] and indices[i] == at_indices[k]:
-                out[k] = data[i]

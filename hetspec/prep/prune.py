@@ -123,7 +123,7 @@ class CurvePoint:
         rdk: the same of each kernel with weights fitted to this head, by prior.
         gain: of the best of them over TLI, 95 % interval over texts.
         prior: the best kernel where its gain is beyond doubt, "" for TLI.
-        head_bytes: of the kept rows.
+        head_bytes: of the kept rows; None without a model.
         step_seconds: of a drafter forward, measured; None without a model.
         speedup, draft_length: predicted for the best algorithm at its best length; None without a model.
     """
@@ -135,7 +135,7 @@ class CurvePoint:
     rdk: dict[str, float]
     gain: Interval
     prior: str
-    head_bytes: int
+    head_bytes: int | None
     step_seconds: float | None
     speedup: float | None
     draft_length: int | None
@@ -186,7 +186,7 @@ def curve_point(
         rdk={prior: found.held_out_rate for prior, found in fits.items()},
         gain=Interval(0.0, 0.0, 0.0) if fit is None else Interval(fit.gain, fit.gain_low, fit.gain_high),
         prior=best if fit is not None and fit.helps else "",
-        head_bytes=size * row_bytes,
+        head_bytes=size * row_bytes if row_bytes else None,
         step_seconds=step_seconds,
         speedup=speedup,
         draft_length=length,
@@ -195,8 +195,12 @@ def curve_point(
 
 def fits_for(pair: PairArtifact, kept: np.ndarray | None) -> dict[str, FitResult]:
     """Weights of every kernel of the pair, and of the mean prior, for one head."""
-    kernels: dict[str, Kernel] = {"mean": mean_kernel(pair.map, require_contexts(pair).mean), **pair.kernels}
-    return {prior: fit_kernel(pair, kernel, kept) for prior, kernel in kernels.items()}
+    return {prior: fit_kernel(pair, kernel, kept) for prior, kernel in _with_mean(pair).items()}
+
+
+def _with_mean(pair: PairArtifact) -> dict[str, Kernel]:
+    """The pair's kernels, and the mean prior of its calibration."""
+    return {**pair.kernels, "mean": mean_kernel(pair.map, require_contexts(pair).mean)}
 
 
 def best_speedup(rate: float, cost: float, target_seconds: Sequence[float]) -> tuple[float, int]:
@@ -214,15 +218,17 @@ def best_speedup(rate: float, cost: float, target_seconds: Sequence[float]) -> t
     return best
 
 
-def pruned_pair(pair: PairArtifact, head: PrunedHead) -> PairArtifact:
+def pruned_pair(pair: PairArtifact, head: PrunedHead | None) -> PairArtifact:
     """The pair with a pruned head, every kernel re-weighted for it and the mean prior added."""
-    fits = fits_for(pair, head.kept)
-    kernels: dict[str, Kernel] = {"mean": mean_kernel(pair.map, require_contexts(pair).mean), **pair.kernels}
-    bare = {prior: dataclasses.replace(kernel, head_fit=None) for prior, kernel in kernels.items()}
+    fits = fits_for(pair, None if head is None else head.kept)
+    bare = {prior: dataclasses.replace(kernel, head_fit=None) for prior, kernel in _with_mean(pair).items()}
+    whole = head is None
+    if whole:
+        bare = {prior: dataclasses.replace(kernel, fit=None) for prior, kernel in bare.items()}
     return dataclasses.replace(
         pair,
         head=head,
-        kernels={prior: weighted(kernel, fits[prior], head=True) for prior, kernel in bare.items()},
+        kernels={prior: weighted(kernel, fits[prior], head=not whole) for prior, kernel in bare.items()},
     )
 
 
@@ -336,23 +342,17 @@ class HeadChooser:
             )
         return self._points[size]
 
-    def pick(self, curve: Sequence[CurvePoint], wanted: str) -> int:
-        """The size asked for, or the one that predicts the most tokens per second (ties: the smaller)."""
+    def pick(self, sizes: Sequence[int], wanted: str) -> int:
+        """The size asked for, or that of those tried which predicts the most tokens per second (ties: the smaller)."""
         if wanted != "auto":
             return min(
                 max(_size(wanted, self.pair.drafter.rows), int(self.must.sum())), self.pair.drafter.rows
             )
-        sizes = [p.size for p in curve]
-        best = max(range(len(curve)), key=lambda i: (curve[i].speedup or 0.0, -sizes[i]))
-        return [*sizes][best]
+        return max(sizes, key=lambda size: (self.point(size).speedup or 0.0, -size))
 
     def pair_with(self, size: int) -> PairArtifact:
         """The pair with that head; without one, if all rows are kept."""
-        head = self.head(size)
-        if head is None:
-            kernels = {p: dataclasses.replace(k, head_fit=None) for p, k in self.pair.kernels.items()}
-            return dataclasses.replace(self.pair, head=None, kernels=kernels)
-        return pruned_pair(self.pair, head)
+        return pruned_pair(self.pair, self.head(size))
 
     def _time(self, sizes: Sequence[int]) -> None:
         from hetspec.prep.predict import LENGTHS, step_seconds

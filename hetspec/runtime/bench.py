@@ -16,6 +16,7 @@ from hetspec.runtime import laws
 from hetspec.runtime.algorithms import BEHIND_TOKENS
 from hetspec.runtime.decode import DecodeStats
 from hetspec.runtime.generate import Engine, GenerateOutput
+from hetspec.runtime.options import plain_law
 from hetspec.runtime.rng import TorchRng
 
 
@@ -86,9 +87,7 @@ def compare(
         seed: of the first prompt; one more for each next.
         say: is told every result.
     """
-    sampling: dict[str, Any] = {"do_sample": False}
-    if temperature > 0:
-        sampling = {"do_sample": True, "temperature": temperature, "top_k": 0}
+    sampling = plain_law(temperature)
     outputs: dict[str, list[GenerateOutput]] = {c.name: [] for c in contestants}
     direct: dict[str, list[float]] = {c.name: [] for c in contestants}
     for number, prompt in enumerate(prompts):

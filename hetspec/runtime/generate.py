@@ -386,10 +386,19 @@ class Engine:
             )
         if asked != "auto":
             return asked
-        figures = self.pair.figures.get("affinity", {})
-        return max(
-            kernels, key=lambda name: (figures.get(name, {}).get("held_out_rate", 0.0), name == "cosegment")
-        )
+        rates = self._held_out_rates()
+        known = {prior: rate for prior in kernels if (rate := rates.get(prior)) is not None}
+        if not known:
+            return "cosegment" if "cosegment" in kernels else next(iter(kernels))
+        return max(known, key=lambda prior: known[prior])
+
+    def _held_out_rates(self) -> dict[str, float | None]:
+        """Held-out acceptance of each kernel with the head in use, as recorded."""
+        assert self.pair is not None
+        if self._tools.kept is not None:
+            return dict(self.pair.figures.get("prune", {}).get("rdk", {}))
+        affinity = self.pair.figures.get("affinity", {})
+        return {prior: figures.get("held_out_rate") for prior, figures in affinity.items()}
 
     def _auto(
         self,
@@ -518,14 +527,24 @@ _KEPT_ENGINES = 2
 
 
 def _engine(
-    target: Any, drafter: Any, pair: PairArtifact | None, target_tokenizer: Any, drafter_tokenizer: Any
+    target: Any,
+    drafter: Any,
+    pair: PairArtifact | None,
+    target_tokenizer: Any,
+    drafter_tokenizer: Any,
+    full_head: bool,
 ) -> Engine:
-    key = (target, drafter, pair, target_tokenizer, drafter_tokenizer)
+    key = (target, drafter, pair, target_tokenizer, drafter_tokenizer, full_head)
     for known, engine in _ENGINES:
         if all(a is b for a, b in zip(known, key, strict=True)):
             return engine
     engine = Engine(
-        target, drafter, pair, target_tokenizer=target_tokenizer, drafter_tokenizer=drafter_tokenizer
+        target,
+        drafter,
+        pair,
+        target_tokenizer=target_tokenizer,
+        drafter_tokenizer=drafter_tokenizer,
+        full_head=full_head,
     )
     _ENGINES.append((key, engine))
     del _ENGINES[:-_KEPT_ENGINES]
@@ -540,6 +559,7 @@ def generate(
     pair: PairArtifact | None = None,
     target_tokenizer: Any = None,
     drafter_tokenizer: Any = None,
+    full_head: bool = False,
     **options: Any,
 ) -> GenerateOutput:
     """Generates from the target, losslessly, with the help of a drafter.
@@ -550,12 +570,15 @@ def generate(
         drafter: the model that proposes.
         pair: the pair artifact (`hetspec.load_pair`).
         target_tokenizer, drafter_tokenizer: by default those recorded in the pair; always checked.
+        full_head: compute the drafter's whole LM head even if the pair has a pruned one.
         options: see `Engine.decoder`, plus `streamer`.
 
     Raises:
         HetspecError: one of its kinds, saying what was found and what to do.
     """
-    return _engine(target, drafter, pair, target_tokenizer, drafter_tokenizer).generate(inputs, **options)
+    return _engine(target, drafter, pair, target_tokenizer, drafter_tokenizer, full_head).generate(
+        inputs, **options
+    )
 
 
 def stream(
@@ -566,7 +589,10 @@ def stream(
     pair: PairArtifact | None = None,
     target_tokenizer: Any = None,
     drafter_tokenizer: Any = None,
+    full_head: bool = False,
     **options: Any,
 ) -> Iterator[Chunk]:
     """`generate` as an iterator of steps."""
-    return _engine(target, drafter, pair, target_tokenizer, drafter_tokenizer).stream(inputs, **options)
+    return _engine(target, drafter, pair, target_tokenizer, drafter_tokenizer, full_head).stream(
+        inputs, **options
+    )

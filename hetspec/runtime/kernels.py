@@ -48,7 +48,8 @@ class TargetKernel:
     def from_kernel(cls, kernel: Kernel, width: int) -> TargetKernel:
         """A stored kernel."""
         rows = np.repeat(np.arange(len(kernel.indptr) - 1), np.diff(kernel.indptr))
-        return cls(rows, kernel.indices, kernel.weights, width)
+        inside = kernel.indices < width  # a model may have fewer padding rows than the pair was built with
+        return cls(rows[inside], kernel.indices[inside], kernel.weights[inside], width)
 
     def restricted(self, kept: np.ndarray) -> TargetKernel:
         """Only the rows of these drafter ids, which are all that a pruned head can give mass to."""

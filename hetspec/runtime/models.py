@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hetspec.errors import UnsupportedModel
+from hetspec.errors import StaleArtifact, UnsupportedModel
 
 
 class Row(Protocol):
@@ -102,6 +102,7 @@ def with_pruned_head(model: Any, kept: Tensor) -> Any:
 
     Raises:
         UnsupportedModel: the head is not a plain linear layer in floating point.
+        StaleArtifact: the head has fewer rows.
     """
     head = model.get_output_embeddings()
     weight: Any = getattr(head, "weight", None)
@@ -109,6 +110,11 @@ def with_pruned_head(model: Any, kept: Tensor) -> Any:
         raise UnsupportedModel(
             f"the LM head of {type(model).__name__} is {type(head).__name__}, not a plain linear layer.",
             "Use the full head, or a drafter that is not quantised.",
+        )
+    if int(kept.max()) >= weight.shape[0]:
+        raise StaleArtifact(
+            f"the pair's pruned head names row {int(kept.max()):,} of the drafter, which has {weight.shape[0]:,}.",
+            "Load the drafter the pair was built for.",
         )
     with torch.no_grad():
         sliced = torch.nn.Linear(

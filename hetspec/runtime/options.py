@@ -128,6 +128,18 @@ def from_generation_config(config: Any, overrides: dict[str, Any], defaults: Any
     return Options(warping, frozenset(_ids(values.get("eos_token_id"))), max_new, max_length)
 
 
+def plain_law(temperature: float) -> dict[str, Any]:
+    """Overrides that give the model's own law at a temperature, whatever its generation config says besides.
+
+    Args:
+        temperature: 0 for greedy.
+    """
+    off: dict[str, Any] = {"repetition_penalty": 1.0, "max_length": None}
+    if temperature == 0:
+        return {"do_sample": False, **off}
+    return {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0, "min_p": 0.0, **off}
+
+
 def _ids(value: Any) -> list[int]:
     """EOS ids given as a number, a sequence or a tensor."""
     if value is None:
