@@ -28,11 +28,8 @@ from hetspec.console import (
     texts_of,
 )
 from hetspec.errors import InvalidInput
-from hetspec.parts import KERNEL_PRIORS
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
     from hetspec.artifact import PairArtifact
 
 Output = Annotated[str, typer.Option(help="Also save the artifact to this new directory.")]
@@ -165,7 +162,9 @@ def calibrate(
 @reporting
 def build_affinity(
     pair: PairName,
-    prior: Annotated[str, typer.Option(help=f"{', '.join(KERNEL_PRIORS)}.")] = "cosegment",
+    prior: Annotated[
+        str, typer.Option(help="cosegment, covariance, embedding, mean or mixture.")
+    ] = "cosegment",
     text: Annotated[
         list[str] | None,
         typer.Option(help="For cosegment: stdlib, humaneval, passages or a file; may be repeated."),
@@ -184,6 +183,8 @@ def build_affinity(
     quiet: Quiet = False,
 ) -> None:
     """Add an affinity kernel to a pair; with a calibration its weights are fitted and tested on held-out texts."""
+    from hetspec.parts import KERNEL_PRIORS
+
     if prior not in KERNEL_PRIORS:
         raise InvalidInput(f"unknown prior {prior!r}.", f"Choose one of {', '.join(KERNEL_PRIORS)}.")
     silent = as_json or quiet
@@ -194,7 +195,7 @@ def build_affinity(
     old, parent, store = _open(
         pair, tracking_uri, output, prefer="" if prior == "cosegment" else "calibration"
     )
-    plots: dict[str, Figure] = {}
+    plots: dict[str, Any] = {}
     if prior == "cosegment":
         new, plots = _cosegment(old, texts, names, smoothing, top, say, silent=silent)
     else:
@@ -236,7 +237,7 @@ def _cosegment(
     say: Voice,
     *,
     silent: bool,
-) -> tuple[PairArtifact, dict[str, Figure]]:
+) -> tuple[PairArtifact, dict[str, Any]]:
     from hetspec.prep.build import add_cosegment, prepare
     from hetspec.prep.report import cosegment_plots
     from hetspec.sources import hub_commit, load_tokenizer
@@ -479,7 +480,7 @@ def _store(
     store: Any,
     stage: str,
     params: Mapping[str, Any],
-    plots: Mapping[str, Figure],
+    plots: Mapping[str, Any],
     parent: str,
     output: str,
     **more: Any,

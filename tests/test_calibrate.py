@@ -301,13 +301,13 @@ def test_rdk_takes_the_kernel_that_is_best_for_the_head_in_use(tiny, pair, engin
     both = pruned_pair(both, choose(scores("mean", both), 280, must, both.reachable))
     both = dataclasses.replace(both, figures=figures)
     tokenizers = {"target_tokenizer": tiny.target_tokenizer, "drafter_tokenizer": tiny.drafter_tokenizer}
-    assert Engine(tiny.target, tiny.drafter, both, **tokenizers)._rdk_prior("auto") == "mean"
+    assert Engine(tiny.target, tiny.drafter, both, **tokenizers)._tools.rdk_prior("auto") == "mean"
     assert (
-        Engine(tiny.target, tiny.drafter, both, full_head=True, **tokenizers)._rdk_prior("auto")
+        Engine(tiny.target, tiny.drafter, both, full_head=True, **tokenizers)._tools.rdk_prior("auto")
         == "cosegment"
     )
     unknown = dataclasses.replace(both, figures={})
-    assert Engine(tiny.target, tiny.drafter, unknown, **tokenizers)._rdk_prior("auto") == "cosegment"
+    assert Engine(tiny.target, tiny.drafter, unknown, **tokenizers)._tools.rdk_prior("auto") == "cosegment"
 
 
 def composed_identity(pair):

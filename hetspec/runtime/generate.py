@@ -13,34 +13,25 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from hetspec.artifact import PairArtifact
-from hetspec.errors import IncompatiblePair, InvalidInput
-from hetspec.parts import KERNEL_PRIORS
+from hetspec.errors import InvalidInput
 from hetspec.runtime.algorithms import (
     ALGORITHMS,
-    SLEM,
     Algorithm,
-    DraftSettings,
-    Healing,
-    KernelDraft,
-    LookAhead,
     Plain,
 )
 from hetspec.runtime.auto import AutoChoice, Record
-from hetspec.runtime.boundaries import FirstTarget, LongerTokens
 from hetspec.runtime.context import DrafterContext
 from hetspec.runtime.decode import Decoder, DecodeStats
-from hetspec.runtime.enumerated import EnumeratedSLRS
-from hetspec.runtime.kernels import Redistribution, TargetKernel, redistribution
 from hetspec.runtime.laws import Warping
 from hetspec.runtime.options import Options, from_generation_config
 from hetspec.runtime.plan import AutoLength, DraftLength, FixedLength
 from hetspec.runtime.rng import Rng, TorchRng
-from hetspec.runtime.sides import Side, first_bytes, is_chat, make_side, read_prompt
+from hetspec.runtime.sides import first_bytes, is_chat, make_side, read_prompt
+from hetspec.runtime.tools import SLRS_FORMS, PairTools
 
 
 @dataclass(frozen=True)
@@ -69,57 +60,6 @@ class Chunk:
     ids: list[int]
     text: str
     stats: DecodeStats
-
-
-SLRS_FORMS = ("lookahead", "first", "enumerated")
-
-
-class PairTools:
-    """What the algorithms share for one pair: map, kernels and boundary tables, kept across prompts.
-
-    The map is fitted to the models' rows, which may be padded otherwise than the pair was built with.
-    """
-
-    def __init__(self, pair: PairArtifact, target: Side, drafter: Side) -> None:
-        self._target, self._drafter = target, drafter
-        width, drafter_rows = target.vocabulary.rows, drafter.vocabulary.rows
-        self.map = pair.map.widened(width, drafter_rows)
-        self.intersection = TargetKernel.from_map(self.map.d2t, width)
-        self.first_kernel = TargetKernel.from_map(self.map.first, width)
-        self.kept = (
-            None if drafter.model is None or drafter.model.kept is None else drafter.model.kept.numpy()
-        )
-        if self.kept is not None:
-            self.intersection = self.intersection.restricted(self.kept)
-        self.kernels = pair.kernels
-        self._redistributions: dict[str, Redistribution] = {}
-        stored = pair.kernels.get("cosegment")
-        self.cosegment = None if stored is None else TargetKernel.from_kernel(stored, width)
-        # Without a stored kernel nothing is known about a token's image, so every position may look ahead.
-        self.certainty = np.zeros(drafter_rows)
-        if stored is not None:
-            known = stored.row_maxima()[:drafter_rows]
-            self.certainty[: len(known)] = known
-
-    def redistribution(self, prior: str) -> Redistribution:
-        """RDK's law with a stored kernel and the weights fitted for the head in use; made once."""
-        if prior not in self._redistributions:
-            self._redistributions[prior] = redistribution(
-                self.kernels[prior], self.intersection, kept=self.kept
-            )
-        return self._redistributions[prior]
-
-    @functools.cached_property
-    def longer(self) -> LongerTokens:
-        """The drafter's tokens by prefix."""
-        return LongerTokens(self._drafter.vocabulary, self._target.segmenter)
-
-    @functools.cached_property
-    def first(self) -> FirstTarget:
-        """The cached F."""
-        return FirstTarget(
-            self.map, self._target.vocabulary, self._drafter.vocabulary, self._target.segmenter
-        )
 
 
 class Engine:
@@ -327,78 +267,9 @@ class Engine:
             raise InvalidInput(
                 f"algorithm {name!r} needs a drafter and a pair.", "Pass drafter=… and pair=…."
             )
-        tools = self._tools
-        if name == "slem":
-            return SLEM(
-                tools.map,
-                self.target.vocabulary,
-                self.drafter.vocabulary,
-                self.target.segmenter,
-                tools.longer,
-            )
-        settings = DraftSettings(
-            mapping=tools.map,
-            target=self.target.vocabulary,
-            drafter=self.drafter.vocabulary,
-            drafter_segmenter=self.drafter.segmenter,
-            warping=options.warping,
-            draft_warping=draft_warping,
-            eos_ids=options.eos_ids,
+        return self._tools.algorithm(
+            name, form, prior, warping=options.warping, draft_warping=draft_warping, eos_ids=options.eos_ids
         )
-        if name == "tli":
-            if not (tools.map.d2t >= 0).any():
-                raise IncompatiblePair(
-                    f"the vocabularies of {self.pair.target.name} and {self.pair.drafter.name} share no token.",
-                    "Use the algorithm slem, which needs no shared token.",
-                )
-            return KernelDraft("tli", tools.intersection, settings)
-        if name == "rdk":
-            return KernelDraft("rdk", tools.redistribution(self._rdk_prior(prior)), settings)
-        kernel = tools.first_kernel if form == "first" or tools.cosegment is None else tools.cosegment
-        if form == "enumerated":
-            return EnumeratedSLRS(settings, self.target.segmenter)
-        if form == "first":
-            return KernelDraft("slrs", kernel, settings)
-        return KernelDraft(
-            "slrs",
-            kernel,
-            settings,
-            LookAhead(tools.first, tools.certainty),
-            Healing(tools.longer, self.drafter.vocabulary),
-        )
-
-    def _rdk_prior(self, asked: str) -> str:
-        """The prior of the kernel that rdk uses: the one asked for, else the one with the best held-out acceptance."""
-        assert self.pair is not None
-        kernels = self.pair.kernels
-        if asked != "auto" and asked not in KERNEL_PRIORS:
-            raise InvalidInput(
-                f"unknown prior {asked!r}.", f"Choose one of auto, {', '.join(KERNEL_PRIORS)}."
-            )
-        if not kernels or (asked != "auto" and asked not in kernels):
-            names = f"{self.pair.target.name} {self.pair.drafter.name}"
-            raise IncompatiblePair(
-                "the pair has no affinity kernel, which rdk needs."
-                if not kernels
-                else f"the pair has no {asked} kernel, only {', '.join(kernels)}.",
-                f"Build one: hetspec-prep build-affinity {names} "
-                f"--prior {'cosegment' if asked == 'auto' else asked}.",
-            )
-        if asked != "auto":
-            return asked
-        rates = self._held_out_rates()
-        known = {prior: rate for prior in kernels if (rate := rates.get(prior)) is not None}
-        if not known:
-            return "cosegment" if "cosegment" in kernels else next(iter(kernels))
-        return max(known, key=lambda prior: known[prior])
-
-    def _held_out_rates(self) -> dict[str, float | None]:
-        """Held-out acceptance of each kernel with the head in use, as recorded."""
-        assert self.pair is not None
-        if self._tools.kept is not None:
-            return dict(self.pair.figures.get("prune", {}).get("rdk", {}))
-        affinity = self.pair.figures.get("affinity", {})
-        return {prior: figures.get("held_out_rate") for prior, figures in affinity.items()}
 
     def _auto(
         self,
