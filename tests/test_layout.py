@@ -25,7 +25,8 @@ MAY_IMPORT = {
     "tokenizer_files": FOUNDATION,
     "packaged": FOUNDATION | {"tokenizer_files"},
     "sources": FOUNDATION | {"vocab", "artifact", "packaged", "tokenizer_files"},
-    "tracking": FOUNDATION | {"vocab", "artifact"},
+    "metrics": {"artifact"},
+    "tracking": FOUNDATION | {"vocab", "artifact", "metrics"},
     "runtime": FOUNDATION | {"vocab", "segment", "parts", "artifact", "sources", "runtime"},
     "prep": FOUNDATION | {"vocab", "segment", "parts", "artifact", "sources", "runtime", "prep"},
     "demo": FOUNDATION
@@ -90,7 +91,11 @@ def test_a_wrong_import_would_be_seen() -> None:
 
 @pytest.mark.parametrize(
     ("library", "home"),
-    [("mlflow", {"tracking"}), ("typer", {"cli", "cli_prep", "cli_tune", "cli_predict", "console"}), ("matplotlib", {"prep.report"})],
+    [
+        ("mlflow", {"tracking"}),
+        ("typer", {"cli", "cli_prep", "cli_tune", "cli_predict", "console"}),
+        ("matplotlib", {"prep.report"}),
+    ],
 )
 def test_each_heavy_library_has_one_home(library: str, home: set[str]) -> None:
     users: set[str] = set()
