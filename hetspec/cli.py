@@ -65,6 +65,7 @@ def generate(
         str, typer.Option(help="lookahead (4d), first (4b) or enumerated (4a, tiny vocabularies only).")
     ] = "lookahead",
     prior: Annotated[str, typer.Option(help="Which kernel rdk uses; auto: the best held out.")] = "auto",
+    verify: Annotated[str, typer.Option(help="block or token verification.")] = "block",
     full_head: Annotated[
         bool, typer.Option("--full-head", help="Do not use the pair's pruned head.")
     ] = False,
@@ -115,6 +116,7 @@ def generate(
         "algorithm": algorithm,
         "slrs_form": slrs_form,
         "prior": prior,
+        "verify": verify,
         "num_draft_tokens": draft_length,
         "max_new_tokens": max_new_tokens,
         "seed": seed,

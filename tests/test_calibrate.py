@@ -426,11 +426,11 @@ def test_a_mixture_shares_rows_by_fitted_weights(pair):
 
 
 @pytest.mark.parametrize("n", [1, 2, 4])
-def test_expected_steps_are_what_simulation_gives(n):
+def test_expected_steps_of_token_verification_are_what_simulation_gives(n):
     random = np.random.default_rng(n)
     match = random.random(30)
     zeros = np.zeros(30, dtype=np.int64)
-    steps, judged, accepted = expected_steps(Walk(match, zeros, zeros, False), n, n)
+    steps, judged, accepted = expected_steps(Walk(match, zeros, zeros, False), n, n, "token")
     runs = 20_000
     total, seen, kept = 0, np.zeros(n), np.zeros(n)
     for _ in range(runs):
@@ -448,6 +448,16 @@ def test_expected_steps_are_what_simulation_gives(n):
     assert steps == pytest.approx(total / runs, rel=0.01)
     assert judged == pytest.approx(seen / runs, rel=0.05, abs=0.05)
     assert accepted == pytest.approx(kept / runs, rel=0.05, abs=0.05)
+
+
+def test_block_verification_is_expected_to_take_fewer_steps():
+    ratio = np.random.default_rng(1).gamma(1.0, 1.0, 40)  # π/p of a text: below and above 1
+    zeros = np.zeros(40, dtype=np.int64)
+    for n in (1, 2, 4, 8):
+        steps = {m: expected_steps(Walk(ratio, zeros, zeros, False), n, n, m)[0] for m in ("block", "token")}
+        assert steps["block"] <= steps["token"] + 1e-9
+        if n == 1:
+            assert steps["block"] == pytest.approx(steps["token"])
 
 
 def test_guesses_are_walked_exactly():

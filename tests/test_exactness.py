@@ -42,7 +42,17 @@ HEAT = Warping(temperature=0.8)
 
 
 def joint(
-    make, seed, warping=HEAT, k=K, n=N, target=TARGET, drafter=DRAFTER, zeros=(), zeros_d=(), prompt=PROMPT
+    make,
+    seed,
+    warping=HEAT,
+    k=K,
+    n=N,
+    target=TARGET,
+    drafter=DRAFTER,
+    zeros=(),
+    zeros_d=(),
+    prompt=PROMPT,
+    method="token",
 ):
     """Law of the first n tokens of the real decoding loop."""
     mapping = build_map(target.vocabulary, drafter.vocabulary, target.segmenter)
@@ -65,6 +75,7 @@ def joint(
                 rng=rng,
                 eos_ids=ends,
                 max_new_tokens=100,
+                method=method,
             )
             return tuple(decoder.step())
 
@@ -192,16 +203,21 @@ ALL = {
 DRAFTING = [name for name in ALL if name != "none"]
 
 
-# Six seeds where the product goes; three for the forms whose parts it contains.
-RUNS = [(name, seed) for name in ALL for seed in (SEEDS if name in ("slem", "tli", "slrs") else MUTANT_SEEDS)]
+# Six seeds where the product goes; three for the forms whose parts it contains. Guesses know no block verification.
+RUNS = [
+    (name, seed, method)
+    for name in ALL
+    for method in (("token",) if name in ("none", "slem") else ("block", "token"))
+    for seed in (SEEDS if name in ("slem", "tli", "slrs") and method != "token" else MUTANT_SEEDS)
+]
 
 
-@pytest.mark.parametrize(("name", "seed"), RUNS)
-def test_joint_law_is_the_targets(name, seed):
+@pytest.mark.parametrize(("name", "seed", "method"), RUNS)
+def test_joint_law_is_the_targets(name, seed, method):
     # The enumerated form takes V_d times the forwards: one candidate, two tokens.
     sizes = {"k": 1, "n": 2} if name == "slrs-4a" else {"k": K, "n": N}
     zeros_d = tuple(set(range(5)) - set(KEPT.tolist())) if name == "rdk pruned" else ()
-    law = joint(ALL[name], seed, **sizes, zeros_d=zeros_d)
+    law = joint(ALL[name], seed, **sizes, zeros_d=zeros_d, method=method)
     assert abs(sum(law.values()) - 1) < 1e-12
     assert total_variation(law, truth(seed, n=sizes["n"])) < 1e-12
 
@@ -213,7 +229,7 @@ def test_joint_law_is_the_targets(name, seed):
     ids=["top_k", "top_p", "min_p", "all"],
 )
 def test_joint_law_under_truncation(name, warping):
-    assert total_variation(joint(ALL[name], 1, warping), truth(1, warping)) < 1e-12
+    assert total_variation(joint(ALL[name], 1, warping, method="block"), truth(1, warping)) < 1e-12
 
 
 CASES = {
@@ -240,7 +256,7 @@ def test_joint_law_in_corner_cases(name, case):
     arguments = CASES[case]
     told = {key: arguments[key] for key in ("target", "zeros", "n") if key in arguments}
     expected = truth(2, **told)
-    assert total_variation(joint(ALL[name], 2, **arguments), expected) < 1e-12
+    assert total_variation(joint(ALL[name], 2, **arguments, method="block"), expected) < 1e-12
 
 
 def test_identical_models_accept_everything():
@@ -314,6 +330,81 @@ def bonus_from_the_drafter(candidates, proposal_laws, logits, warping, rng):
 def test_verifier_mutants_are_rejected(monkeypatch, mutant, seed):
     monkeypatch.setattr(verify, "_verify_token", mutant)
     assert total_variation(joint(tli, seed), truth(seed)) > 1e-3
+
+
+# -- block verification ----------------------------------------------------------------------------------------
+
+
+def block_by_the_book(candidates, proposal_laws, logits, warping, rng, *, clip=True, last=True, weight=True):
+    """Sun et al. 2403.10444, Algorithm 2, word by word: every draw made, then the largest i that succeeds."""
+    n = len(candidates)
+    p = [laws.law(row, warping) for row in logits]
+    w = [1.0]
+    for j, (t, pi) in enumerate(zip(candidates, proposal_laws, strict=True)):
+        ratio = w[-1] * float(p[j][t] / pi[t])
+        w.append(min(1.0, ratio) if clip else ratio)
+    tau = 0
+    for i in range(1, n + 1):
+        if i == n:
+            h = w[n]
+        else:
+            s = float((w[i] * p[i] - proposal_laws[i]).clamp(min=0).sum())
+            h = s / max(s + 1 - w[i], 1e-9) if s > 0 else 0.0
+        if rng.accept(max(0.0, h)):
+            tau = i
+        elif not last:
+            break
+    if tau == n:
+        return Verdict([*candidates, rng.categorical(p[n])], n)
+    rest = ((w[tau] if weight else 1.0) * p[tau] - proposal_laws[tau]).clamp(min=0)
+    rest = rest if float(rest.sum()) > 0 else p[tau]
+    return Verdict([*candidates[:tau], rng.categorical(rest)], tau)
+
+
+@pytest.mark.parametrize("seed", MUTANT_SEEDS)
+@pytest.mark.parametrize("make", [tli, slrs])
+def test_block_verification_is_the_papers(monkeypatch, make, seed):
+    expected = joint(make, seed, method="block", k=3, n=2)
+    monkeypatch.setattr(verify, "_verify_block", block_by_the_book)
+    assert total_variation(joint(make, seed, method="block", k=3, n=2), expected) < 1e-12
+
+
+@pytest.mark.parametrize("seed", MUTANT_SEEDS)
+@pytest.mark.parametrize(
+    "slip", ["clip", "last", "weight"], ids=["w not clipped", "stops at the first", "residual"]
+)
+def test_block_verification_mutants_are_rejected(monkeypatch, slip, seed):
+    mutant = functools.partial(block_by_the_book, **{slip: False})
+    monkeypatch.setattr(verify, "_verify_block", mutant)
+    assert total_variation(joint(tli, seed, method="block", k=3), truth(seed)) > 1e-3
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_block_verification_accepts_at_least_as_many(seed):
+    def expected_length(method):
+        mapping = build_map(TARGET.vocabulary, DRAFTER.vocabulary, TARGET.segmenter)
+
+        def run(rng):
+            context = DrafterContext(TableRow(DRAFTER.vocabulary.rows, f"q{seed}"), DRAFTER.segmenter, [])
+            context.commit(TARGET.vocabulary.spell(PROMPT))
+            decoder = Decoder(
+                target=TableRow(TARGET.vocabulary.rows, f"p{seed}"),
+                vocabulary=TARGET.vocabulary,
+                prompt=list(PROMPT),
+                context=context,
+                algorithm=tli(mapping, TARGET, DRAFTER, HEAT, frozenset()),
+                warping=HEAT,
+                plan=FixedLength(3),
+                rng=rng,
+                eos_ids=frozenset(),
+                max_new_tokens=100,
+                method=method,
+            )
+            return len(decoder.step())
+
+        return sum(n * p for n, p in enumerate_law(run).items())
+
+    assert expected_length("block") >= expected_length("token") - 1e-12
 
 
 class Judged(KernelDraft):

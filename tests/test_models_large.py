@@ -69,6 +69,7 @@ def test_tli_sampling_has_the_acceptance_and_the_text_of_its_laws(qwen, monkeypa
             out = qwen.engine.generate(
                 prompt,
                 algorithm=algorithm,
+                verify="token",
                 num_draft_tokens=5,
                 max_new_tokens=48,
                 do_sample=True,

@@ -112,6 +112,7 @@ def test_sampled_acceptance_agrees_with_the_laws(real, monkeypatch):
         out = real.engine.generate(
             PROSE[seed % len(PROSE)],
             algorithm="tli",
+            verify="token",
             num_draft_tokens=3,
             max_new_tokens=40,
             do_sample=True,

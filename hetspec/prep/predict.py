@@ -1,13 +1,15 @@
 """Predicting, before anything is served, what a pair gains; ranking drafters (ALGORITHMS §8).
 
-A text x drawn from the target's own law is walked through once. Given that text, a candidate at position i is
-accepted *and* equal to x_i with probability `a_i = min(1, π_i(x_i)/p_i(x_i))` (a guess: 1 or 0), so the expected
-number of target passes over the whole text follows exactly, for every draft length at once, from
-`S(i) = 1 + Σ_m Pr[m accepted from i]·S(i+m+1)` (reconstruction). One drafter step per position tells all.
+A text x drawn from the target's own law is walked through once. Given that text, the first m candidates of a step
+are accepted *and* equal to it with probability `G_m = Π_j r_j · w_m`, where `r_j = π_j(x_j)/p_j(x_j)` and
+`w_m = min(1, w_{m−1}/r_m)` (block verification), or `Π_j min(1, r_j)` (token verification; a guess: 1 or 0). What
+follows then has the target's law again, so the expected number of target passes over the whole text follows exactly,
+for every draft length at once (reconstruction). One drafter step per position tells all.
 """
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -39,13 +41,13 @@ class Walk:
     """One text, one algorithm.
 
     Attributes:
-        match: float64[L], a_i for laws.
+        ratio: float64[L], r_i for laws.
         run: int64[L], for guesses: how many candidates of the draft that begins at i equal the text.
         offered: int64[L], for guesses: how many there were.
-        guesses: whether `run` counts, not `match`.
+        guesses: whether `run` counts, not `ratio`.
     """
 
-    match: np.ndarray
+    ratio: np.ndarray
     run: np.ndarray
     offered: np.ndarray
     guesses: bool
@@ -97,7 +99,7 @@ def probe(
         context, rng, ids = decoder.context, TorchRng(0), prompt
         assert context is not None
         rows = decoder.target.forward([*prompt, *text], keep=len(text) + 1)[:-1]
-        match, run, offered = (
+        ratio, run, offered = (
             np.zeros(len(text)),
             np.zeros(len(text), np.int64),
             np.zeros(len(text), np.int64),
@@ -119,11 +121,11 @@ def probe(
                 if not decoder.warping.greedy:  # what the verdict on a guess takes
                     rng.categorical(laws.law(rows[i], decoder.warping))
             elif proposal.ids:
-                match[i] = _match(proposal, rows[i], x, decoder.warping)
+                ratio[i] = _ratio(proposal, rows[i], x, decoder.warping)
             verifying += time.perf_counter() - started
             ids = [*ids, x]
             context.commit_ids([x], engine.target.vocabulary)
-        walks.append(Walk(match, run, offered, guesses))
+        walks.append(Walk(ratio, run, offered, guesses))
         done += len(text)
         progress(done)
     return Probe(
@@ -144,27 +146,30 @@ def _equal(candidates: Sequence[int], text: Sequence[int]) -> int:
     return m
 
 
-def _match(proposal: Any, logits: torch.Tensor, x: int, warping: Any) -> float:
-    """Chance that a candidate is accepted and is x, given that the text has x here."""
+def _ratio(proposal: Any, logits: torch.Tensor, x: int, warping: Any) -> float:
+    """`π(x)/p(x)` for the token that the text has here; at temperature 0 whether the candidate is that token."""
     if warping.greedy:
         return float(proposal.ids[0] == x)
     p = float(laws.law(logits, warping)[x])
-    return min(1.0, float(proposal.laws[0][x]) / p) if p > 0 else 0.0
+    return float(proposal.laws[0][x]) / p if p > 0 else 0.0
 
 
-def expected_steps(walk: Walk, n: int, draft_length: int) -> tuple[float, np.ndarray, np.ndarray]:
+def expected_steps(
+    walk: Walk, n: int, draft_length: int, method: str = "block"
+) -> tuple[float, np.ndarray, np.ndarray]:
     """Expected target passes over one text with draft length n.
 
     Args:
         walk: the text.
         n: draft length.
         draft_length: that of the whole drafts the walk was made with.
+        method: "block" or "token" verification.
 
     Returns:
         (passes; expected candidates judged and accepted by place in the draft, float64[n at most] each).
     """
-    length = len(walk.match)
-    chances = [_accepted(walk, i, n, draft_length) for i in range(length)]
+    length = len(walk.ratio)
+    chances = [_accepted(walk, i, n, draft_length, method) for i in range(length)]
     places = max((len(c) - 1 for c in chances), default=0)
     visits = np.zeros(length + places + 2)  # expected number of steps that begin at i
     judged, accepted = np.zeros(places), np.zeros(places)
@@ -180,21 +185,21 @@ def expected_steps(walk: Walk, n: int, draft_length: int) -> tuple[float, np.nda
     return float(visits[:length].sum()), judged, accepted
 
 
-def _accepted(walk: Walk, i: int, n: int, draft_length: int) -> list[float]:
+def _accepted(walk: Walk, i: int, n: int, draft_length: int, method: str) -> list[float]:
     """Pr[m candidates accepted] of a step that begins at i, m = 0, 1, …"""
-    room = len(walk.match) - i - 1
+    room = len(walk.ratio) - i - 1
     if walk.guesses:
         # A draft of n drafter tokens holds that share of the candidates of the whole draft.
         asked = min(draft_length, room + 1)  # the walk's own drafts were cut there
         offered = min(room, round(int(walk.offered[i]) * min(1.0, n / asked)))
         m = min(int(walk.run[i]), offered)
         return [0.0] * m + [1.0] + [0.0] * (offered - m)
-    size = min(n, room)
-    chances, reached = [], 1.0
-    for a in walk.match[i : i + size]:
-        chances.append(reached * (1 - a))
-        reached *= a
-    return [*chances, reached]
+    reached, product, w = [1.0], 1.0, 1.0  # Pr[at least m accepted]
+    for r in walk.ratio[i : i + min(n, room)].tolist():
+        product *= r
+        w = min(1.0, w / r) if r > 0 else 1.0
+        reached.append(product * w if method == "block" else reached[-1] * min(1.0, r))
+    return [*(a - b for a, b in itertools.pairwise(reached)), reached[-1]]
 
 
 # -- costs -------------------------------------------------------------------------------------------------------
@@ -302,7 +307,7 @@ def predict(name: str, found: Probe, costs: Costs, *, seed: int = 0) -> Predicti
         costs: of the two models.
         seed: of the bootstrap over texts.
     """
-    sizes = np.array([len(walk.match) for walk in found.walks], dtype=np.float64)
+    sizes = np.array([len(walk.ratio) for walk in found.walks], dtype=np.float64)
     picks = np.random.default_rng(seed).integers(0, len(sizes), (RESAMPLES, len(sizes)))
     tokens: dict[int, Interval] = {}
     speedups: dict[int, Interval] = {}
@@ -342,7 +347,7 @@ def _offered(walk: Walk, n: int, draft_length: int) -> float:
     """Candidates offered by a draft at every position of a text, summed."""
     if walk.guesses:
         return float(walk.offered.sum() * min(1.0, n / draft_length))
-    return float(len(walk.match) * n)
+    return float(len(walk.ratio) * n)
 
 
 # -- what really happens -----------------------------------------------------------------------------------------

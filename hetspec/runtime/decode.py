@@ -129,6 +129,7 @@ class Decoder:
         rng: the source of every draw.
         eos_ids: ids that end the generation.
         max_new_tokens: at least one.
+        method: of verification, "block" or "token".
     """
 
     def __init__(
@@ -144,10 +145,11 @@ class Decoder:
         rng: Rng,
         eos_ids: frozenset[int],
         max_new_tokens: int,
+        method: str = "block",
     ) -> None:
         self.target, self.vocabulary, self.context = target, vocabulary, context
         self.algorithm, self.warping, self.plan, self.rng = algorithm, warping, plan, rng
-        self.eos_ids, self.max_new_tokens = eos_ids, max_new_tokens
+        self.eos_ids, self.max_new_tokens, self.method = eos_ids, max_new_tokens, method
         self.ids = list(prompt)
         self.prompt_length = len(prompt)
         self.stats = DecodeStats()
@@ -176,7 +178,7 @@ class Decoder:
         feed = self.ids[self.target.length :] + proposal.ids
         logits = self.target.forward(feed, keep=len(proposal.ids) + 1)
         verifying = time.perf_counter()
-        verdict = verify(proposal, logits, self.warping, self.rng)
+        verdict = verify(proposal, logits, self.warping, self.rng, self.method)
         self.stats.seconds["verify"] += time.perf_counter() - verifying
         committed = self._cut_at_eos(verdict.ids)
         self.target.crop(len(self.ids) + verdict.accepted)

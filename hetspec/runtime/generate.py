@@ -32,6 +32,7 @@ from hetspec.runtime.plan import AutoLength, DraftLength, FixedLength
 from hetspec.runtime.rng import Rng, TorchRng
 from hetspec.runtime.sides import first_bytes, is_chat, make_side, read_prompt
 from hetspec.runtime.tools import SLRS_FORMS, PairTools
+from hetspec.runtime.verify import METHODS
 
 
 @dataclass(frozen=True)
@@ -162,6 +163,7 @@ class Engine:
         generation_config: Any = None,
         slrs_form: str = "lookahead",
         prior: str = "auto",
+        verify: str = "block",
         seed: int | None = None,
         rng: Rng | None = None,
         draft_temperature: float | None = None,
@@ -180,6 +182,7 @@ class Engine:
             generation_config: a transformers GenerationConfig; by default the target model's own.
             slrs_form: "lookahead" (4d, with healing), "first" (4b) or "enumerated" (4a) for "slrs".
             prior: which kernel "rdk" uses; "auto" takes the one with the best held-out acceptance.
+            verify: "block" verification, which never accepts fewer in expectation, or "token".
             seed: makes the generation repeatable.
             rng: replaces the source of every draw.
             draft_temperature, draft_top_k, draft_top_p: the drafter's; by default the target's temperature.
@@ -198,6 +201,8 @@ class Engine:
                 raise InvalidInput(
                     f"eos_token_id {eos} is outside the target's {self.target.model.rows:,} rows."
                 )
+        if verify not in METHODS:
+            raise InvalidInput(f"unknown verification {verify!r}.", f"Choose one of {', '.join(METHODS)}.")
         if algorithm in ("slem", "none") and (draft_temperature, draft_top_k, draft_top_p) != (None, 0, 1.0):
             raise InvalidInput(
                 f"a draft temperature, top-k or top-p has no effect with the algorithm {algorithm}.",
@@ -238,6 +243,7 @@ class Engine:
             rng=rng if rng is not None else TorchRng(seed),
             eos_ids=options.eos_ids,
             max_new_tokens=limit,
+            method=verify,
         )
 
     def decode_text(self, ids: Sequence[int]) -> str:

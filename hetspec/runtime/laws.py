@@ -111,6 +111,17 @@ def _top_p_threshold(probabilities: Tensor, top_p: float) -> Tensor:
         head = min(head * 8, probabilities.shape[-1])
 
 
+def surplus(w: float, p: Tensor, pi: Tensor) -> Tensor:
+    """`max(0, w·p − π)`, [V], not normalised: what block verification draws from (Sun et al. 2403.10444).
+
+    Args:
+        w: chance that the draft was kept so far.
+        p: [V] the target's law.
+        pi: [V] the law the next candidate was drawn from.
+    """
+    return (w * p - pi).clamp_(min=0)
+
+
 def residual(p: Tensor, pi: Tensor) -> Tensor:
     """What is drawn from after a rejection, `∝ max(0, p − π)` (Leviathan et al. 2211.17192, Algorithm 1).
 

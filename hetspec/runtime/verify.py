@@ -43,7 +43,10 @@ class Verdict:
         assert len(self.ids) == self.accepted + 1
 
 
-def verify(proposal: Proposal, logits: Tensor, warping: Warping, rng: Rng) -> Verdict:
+METHODS = ("block", "token")
+
+
+def verify(proposal: Proposal, logits: Tensor, warping: Warping, rng: Rng, method: str = "block") -> Verdict:
     """Commits tokens with exactly the target's law.
 
     Args:
@@ -51,12 +54,15 @@ def verify(proposal: Proposal, logits: Tensor, warping: Warping, rng: Rng) -> Ve
         logits: [n+1, V_t] of the target, after the committed text and after each candidate.
         warping: the target's.
         rng: the source of every draw.
+        method: "block" or "token"; the same law, block verification accepts at least as many in expectation. At
+            temperature 0, and for guesses, there is no difference.
     """
     if warping.greedy:
         return _verify_greedy(proposal.ids, logits)
     if proposal.laws is None:
         return _verify_exact_match(proposal.ids, logits, warping, rng)
-    return _verify_token(proposal.ids, proposal.laws, logits, warping, rng)
+    judge = _verify_token if method == "token" else _verify_block
+    return judge(proposal.ids, proposal.laws, logits, warping, rng)
 
 
 def _verify_greedy(candidates: list[int], logits: Tensor) -> Verdict:
@@ -89,3 +95,27 @@ def _verify_token(
             return Verdict([*candidates[:j], rng.categorical(laws.residual(p, pi))], j)
     bonus = rng.categorical(laws.law(logits[len(candidates)], warping))
     return Verdict([*candidates, bonus], len(candidates))
+
+
+def _verify_block(
+    candidates: list[int], proposal_laws: list[Tensor], logits: Tensor, warping: Warping, rng: Rng
+) -> Verdict:
+    """Block verification (Sun et al. 2403.10444, Algorithm 2): the draft is judged as a whole.
+
+    `w_i = min(1, w_{i−1}·p_i(t_i)/π_i(t_i))` is the chance that at least i candidates are kept. The last i whose own
+    draw succeeds wins, so the draws are made from the end.
+    """
+    n = len(candidates)
+    p = [laws.law(logits[j], warping) for j in range(n + 1)]
+    w = [1.0]
+    for j, (t, pi) in enumerate(zip(candidates, proposal_laws, strict=True)):
+        w.append(min(1.0, w[-1] * float(p[j][t]) / float(pi[t])))
+    if n and rng.accept(w[n]):
+        return Verdict([*candidates, rng.categorical(p[n])], n)
+    for i in range(n - 1, 0, -1):
+        rest = laws.surplus(w[i], p[i], proposal_laws[i])
+        s = float(rest.sum())
+        if s > 0 and rng.accept(s / (s + 1 - w[i])):
+            return Verdict([*candidates[:i], rng.categorical(rest)], i)
+    first = laws.residual(p[0], proposal_laws[0]) if n else p[0]
+    return Verdict([rng.categorical(first)], 0)
