@@ -216,7 +216,7 @@ ALLOWED_FILES = (
     "head.safetensors",
 )
 _MAP = ("d2t", "t2d", "first")
-_KERNEL, _KERNEL_OPTIONAL = ("indptr", "indices", "weights"), ("mu", "fit", "head_fit")
+_KERNEL, _KERNEL_OPTIONAL = ("indptr", "indices", "weights"), ("mu", "fit", "head_fit", "counts")
 _TOKEN_FIGURES = ("mean", "variance", "counts", "drafter_counts")
 _LAWS = ("p_indptr", "p_ids", "p_masses", "q_indptr", "q_ids", "q_masses", "documents")
 _CALIBRATION = (*_TOKEN_FIGURES, *(f"{split}_{name}" for split in ("fit", "held_out") for name in _LAWS))

@@ -159,6 +159,7 @@ class Kernel:
         mu: float32[V_t], the target's mean law, or None.
         fit: float64[2], (θ, λ) fitted for the drafter's whole head, or None where nothing was fitted.
         head_fit: the same for the pruned head that lies in the same artifact.
+        counts: int64[V_d], observations behind each row, or None where rows were not counted.
     """
 
     prior: str
@@ -168,6 +169,7 @@ class Kernel:
     mu: np.ndarray | None = None
     fit: np.ndarray | None = None
     head_fit: np.ndarray | None = None
+    counts: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         if self.prior not in KERNEL_PRIORS:
@@ -202,6 +204,11 @@ class Kernel:
             mu = self.mu
             if mu.dtype != np.float32 or mu.ndim != 1 or not np.isfinite(mu).all() or (mu < 0).any():
                 raise InvalidArtifact(f"{where}: mu must be float32, finite and ≥ 0.", REBUILD)
+        counts = self.counts
+        if counts is not None and (
+            counts.dtype != np.int64 or counts.shape != (len(indptr) - 1,) or (counts < 0).any()
+        ):
+            raise InvalidArtifact(f"{where}: counts must be int64[V_d] and ≥ 0.", REBUILD)
         for name in ("fit", "head_fit"):
             fit = getattr(self, name)
             if fit is not None and not (

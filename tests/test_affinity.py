@@ -69,6 +69,7 @@ def test_kernel_equals_brute_force(pair, smoothing):
     assert np.allclose(dense(result.kernel, len(mapping.t2d)), expected, atol=1e-6)
     assert result.skipped_bytes == 0
     assert result.common_boundaries == result.counts.sum() > 500
+    assert result.kernel.counts.tolist() == result.counts.tolist()
 
 
 def test_batches_do_not_change_the_counts(pair, monkeypatch):

@@ -33,6 +33,11 @@ def equal(one: PairArtifact, two: PairArtifact) -> bool:
     for prior, kernel in one.kernels.items():
         other = two.kernels[prior]
         arrays += [(getattr(kernel, n), getattr(other, n)) for n in ("indptr", "indices", "weights")]
+        for name in ("fit", "head_fit", "counts"):
+            mine, theirs = getattr(kernel, name), getattr(other, name)
+            if (mine is None) != (theirs is None):
+                return False
+            arrays += [(mine, theirs)] if mine is not None else []
         if (kernel.mu is None) != (other.mu is None):
             return False
         if kernel.mu is not None:

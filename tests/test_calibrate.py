@@ -530,3 +530,17 @@ def test_predictions_meet_what_is_measured(tiny, engine, algorithm, temperature)
     assert found.tokens_per_pass[3].mean == pytest.approx(tokens / steps, rel=0.1 if temperature else 0.02)
     assert found.tokens_per_pass[3].low <= found.tokens_per_pass[3].mean <= found.tokens_per_pass[3].high
     assert all(0 <= a <= 1 + 1e-9 for a in found.acceptance_by_position)
+
+
+def test_rows_hardly_ever_seen_are_looked_ahead_on(pair, tiny):
+    identity = composed_identity(pair)
+    counts = np.full(336, 100, dtype=np.int64)
+    counts[:50] = 1
+    kernel = dataclasses.replace(identity, prior="cosegment", counts=counts)
+    tokenizers = {"target_tokenizer": tiny.target_tokenizer, "drafter_tokenizer": tiny.drafter_tokenizer}
+    tools = Engine(
+        tiny.target, tiny.drafter, dataclasses.replace(pair, kernels={"cosegment": kernel}), **tokenizers
+    )._tools
+    filled = np.diff(kernel.indptr) > 0
+    assert (tools.certainty[:50] == 0).all()
+    assert (tools.certainty[50:][filled[50:]] == 1).all()

@@ -78,9 +78,10 @@ def cosegment(
         totals += batch_totals
         progress(done)
     kernel = smoothed_kernel(counts, mapping, drafter.vocabulary, smoothing=smoothing, top=top)
+    assert kernel.counts is not None
     return CosegmentResult(
         kernel=kernel,
-        counts=np.asarray(counts.sum(axis=1)).ravel(),
+        counts=kernel.counts,
         target_tokens=int(totals[0]),
         drafter_tokens=int(totals[1]),
         common_boundaries=int(totals[2]),
@@ -185,6 +186,7 @@ def smoothed_kernel(
         indptr=total.indptr.astype(np.int64),
         indices=total.indices.astype(np.int32),
         weights=total.data.astype(np.float32),
+        counts=np.asarray(counts.sum(axis=1)).ravel().astype(np.int64),
     )
 
 

@@ -560,4 +560,4 @@ def with_fitted_rows(pair: PairArtifact, kernel: Kernel) -> tuple[Kernel, list[f
     """The kernel with its entries fitted to the pair's calibration; (kernel, acceptance after each pass)."""
     calibration = require_contexts(pair)
     matrix, curve = fit_rows(calibration.fit, as_csr(kernel, len(pair.map.t2d)))
-    return as_kernel(kernel.prior, matrix, kernel.mu), curve
+    return dataclasses.replace(as_kernel(kernel.prior, matrix, kernel.mu), counts=kernel.counts), curve

@@ -16,6 +16,7 @@ from hetspec.runtime.kernels import Redistribution, TargetKernel, redistribution
 from hetspec.runtime.laws import Warping
 from hetspec.runtime.sides import Side
 
+FEWEST_COUNTS = 4  # observations from which a kernel's row is believed
 SLRS_FORMS = ("lookahead", "first", "enumerated")
 
 
@@ -44,6 +45,8 @@ class PairTools:
         self.certainty = np.zeros(drafter_rows)
         if stored is not None:
             known = stored.row_maxima()[:drafter_rows]
+            if stored.counts is not None:  # a row hardly ever seen is its smoothing, not knowledge
+                known[stored.counts[: len(known)] < FEWEST_COUNTS] = 0
             self.certainty[: len(known)] = known
 
     def redistribution(self, prior: str) -> Redistribution:
