@@ -511,8 +511,8 @@ def test_predictions_meet_what_is_measured(tiny, engine, algorithm, temperature)
     contestant = Contestant(algorithm, {"algorithm": algorithm})
     found = predict(
         algorithm,
-        probe(engine, contestant, documents, temperature=temperature, draft_length=3),
-        Costs((1.0, 1.0, 1.0, 1.0), 0.1),
+        probe(engine, contestant, documents, temperature=temperature, draft_length=5),
+        Costs((1.0,) * 6, 0.1),
     )
     tokens = steps = 0
     law = {"do_sample": True, "top_k": 0} if temperature else {"do_sample": False}

@@ -30,6 +30,7 @@ from hetspec.runtime.options import plain_law
 from hetspec.runtime.rng import TorchRng
 
 LENGTHS = tuple(range(1, 9))
+SHORT_DRAFT = 3  # drafter tokens of a guess at first: mostly enough to see where it goes wrong
 FULL_DRAFT_EVERY = 8  # positions between two whole drafts, which tell the forwards per candidate
 
 
@@ -92,7 +93,9 @@ def probe(
         progress: is told the target tokens done.
     """
     sampling = plain_law(temperature)
-    walks, forwards, candidates, outside, verifying, done = [], 0, 0, 0.0, 0.0, 0
+    walks, done = [], 0
+    forwards = candidates = drafted = judged = 0
+    outside = verifying = 0.0
     for document in documents:
         prompt, text = list(document.ids[: document.start]), document.ids[document.start :]
         decoder = engine.decoder(prompt, seed=0, max_new_tokens=len(text), **sampling, **contestant.options)
@@ -106,23 +109,38 @@ def probe(
         )
         guesses = decoder.algorithm.name == "slem"
         for i, x in enumerate(text):
-            whole = guesses or i % FULL_DRAFT_EVERY == 0
-            before, spent, started = context.row.forwards, context.row.seconds, time.perf_counter()
-            n = min(draft_length, len(text) - i) if whole else 1
-            proposal = decoder.algorithm.propose(context, ids[-BEHIND_TOKENS:], n, rng)
-            outside += time.perf_counter() - started - (context.row.seconds - spent)
-            if whole and i > 0:  # the first draft also reads the prompt
-                forwards += context.row.forwards - before
-                candidates += len(proposal.ids)
-            started = time.perf_counter()
-            if guesses:
-                offered[i] = len(proposal.ids)
-                run[i] = _equal(proposal.ids, text[i:])
-                if not decoder.warping.greedy:  # what the verdict on a guess takes
-                    rng.categorical(laws.law(rows[i], decoder.warping))
-            elif proposal.ids:
-                ratio[i] = _ratio(proposal, rows[i], x, decoder.warping)
-            verifying += time.perf_counter() - started
+            whole = i % FULL_DRAFT_EVERY == 0
+            if guesses and not whole and i > 0 and 0 < run[i - 1] < offered[i - 1]:
+                # The draft before this one went wrong further on, and would again.
+                run[i], offered[i] = run[i - 1] - 1, max(run[i - 1], offered[i - 1] - 1)
+            else:
+                before, spent, started = context.row.forwards, context.row.seconds, time.perf_counter()
+                n = draft_length if whole else SHORT_DRAFT if guesses else 1
+                n = min(n, len(text) - i)
+                proposal = decoder.algorithm.propose(context, ids[-BEHIND_TOKENS:], n, rng)
+                agreed = _equal(proposal.ids, text[i:])
+                if (
+                    guesses and not whole and agreed == len(proposal.ids)
+                ):  # too short to see where it goes wrong
+                    context.commit(b"")
+                    n = min(draft_length, len(text) - i)
+                    proposal = decoder.algorithm.propose(context, ids[-BEHIND_TOKENS:], n, rng)
+                    agreed = _equal(proposal.ids, text[i:])
+                drafted += len(proposal.ids)
+                outside += time.perf_counter() - started - (context.row.seconds - spent)
+                if whole and i > 0:  # the first draft also reads the prompt
+                    forwards += context.row.forwards - before
+                    candidates += len(proposal.ids)
+                started = time.perf_counter()
+                if guesses:
+                    asked = min(draft_length, len(text) - i)
+                    run[i], offered[i] = agreed, max(len(proposal.ids), round(len(proposal.ids) * asked / n))
+                    if not decoder.warping.greedy:  # what the verdict on a guess takes
+                        rng.categorical(laws.law(rows[i], decoder.warping))
+                elif proposal.ids:
+                    ratio[i] = _ratio(proposal, rows[i], x, decoder.warping)
+                verifying += time.perf_counter() - started
+                judged += 1
             ids = [*ids, x]
             context.commit_ids([x], engine.target.vocabulary)
         walks.append(Walk(ratio, run, offered, guesses))
@@ -132,10 +150,8 @@ def probe(
         walks=tuple(walks),
         forwards_per_candidate=forwards / max(1, candidates),
         draft_length=draft_length,
-        overhead_seconds=outside / max(1, candidates + done * (FULL_DRAFT_EVERY - 1) // FULL_DRAFT_EVERY)
-        if not guesses
-        else outside / max(1, candidates),
-        verify_seconds=verifying / max(1, done),
+        overhead_seconds=outside / max(1, drafted),
+        verify_seconds=verifying / max(1, judged),
     )
 
 
