@@ -6,6 +6,7 @@ inside each command, so that ``--help`` is instant.
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,9 +24,12 @@ from hetspec.console import (
     load_engine,
     prep_app,
     print_json,
+    print_table,
+    progress_bar,
     quiet_libraries,
     reporting,
     sampling,
+    texts_of,
 )
 from hetspec.errors import InvalidInput
 
@@ -146,6 +150,98 @@ def generate(
             say(f"auto picked {stats.choice}")
 
 
+@app.command("audit")
+@reporting
+def audit(
+    pair: Annotated[
+        list[str], typer.Argument(metavar="PAIR", help="Directory, run id, runs:/… or TARGET DRAFTER.")
+    ],
+    prompts: Annotated[str, typer.Option(help="humaneval, passages or a file.")] = "humaneval",
+    texts: Annotated[int, typer.Option(min=1, help="Prompts.")] = 4,
+    max_new_tokens: Annotated[int, typer.Option(min=2, help="Of every text.")] = 32,
+    samples: Annotated[int, typer.Option(min=0, help="First steps drawn from each of two prompts.")] = 2000,
+    temperature: Annotated[float, typer.Option(min=0.01, help="Of the sampled parts.")] = 1.0,
+    num_draft_tokens: Annotated[int, typer.Option(min=1, help="Draft length.")] = 5,
+    algorithms: Annotated[str, typer.Option(help="With commas.")] = "slem,tli,slrs",
+    seed: Annotated[int, typer.Option(help="Of the draws.")] = 0,
+    target: Annotated[str, typer.Option(help="The target's model, if not the recorded one.")] = "",
+    drafter: Annotated[str, typer.Option(help="The drafter's model, if not the recorded one.")] = "",
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or float64.")] = "float32",
+    tracking_uri: Uri = "",
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Check on your own pair that the output has the target's law. Exit code 1 if something speaks against it."""
+    silent = as_json or quiet
+    say = Voice(silent)
+    names = [name.strip() for name in algorithms.split(",") if name.strip()]
+    collection = texts_of(prompts)
+    artifact, _, _ = load(pair, tracking_uri, prefer="kernel-")
+    engine = load_engine(artifact, target=target, drafter=drafter, dtype=dtype, say=say)
+    from hetspec.runtime import audit as audits
+
+    texts = min(texts, len(collection))
+    chosen = [collection[i * len(collection) // texts][-2000:] for i in range(texts)]
+    with progress_bar(len(chosen) * len(names), "greedy texts", silent=silent) as progress:
+        greedy = audits.audit_greedy(
+            engine,
+            chosen,
+            names,
+            max_new_tokens=max_new_tokens,
+            num_draft_tokens=num_draft_tokens,
+            progress=progress,
+        )
+    first, scored = [], []
+    for name in names:
+        for number, prompt in enumerate(chosen[:2] if samples else []):
+            say(f"first tokens of {name}, prompt {number + 1}")
+            first.append(
+                audits.audit_first_token(
+                    engine,
+                    prompt,
+                    number,
+                    name,
+                    samples=samples,
+                    temperature=temperature,
+                    num_draft_tokens=min(2, num_draft_tokens),
+                    seed=seed,
+                )
+            )
+        with progress_bar(len(chosen), f"texts of {name}", silent=silent) as progress:
+            scored.append(
+                audits.audit_text(
+                    engine,
+                    chosen,
+                    name,
+                    temperature=temperature,
+                    max_new_tokens=max_new_tokens,
+                    num_draft_tokens=num_draft_tokens,
+                    seed=seed,
+                    progress=progress,
+                )
+            )
+    verdict = audits.verdict(greedy, first, scored)
+    if as_json:
+        law = {"first_token": [dataclasses.asdict(f) for f in first], "texts": scored}
+        print_json(
+            {
+                "verdict": verdict,
+                "target": artifact.target.name,
+                "drafter": artifact.drafter.name,
+                "dtype": dtype,
+                "temperature": temperature,
+                "greedy": greedy,
+                "law": law,
+            }
+        )
+    elif quiet:
+        print(verdict)
+    else:
+        _show_audit(verdict, greedy, first, scored)
+    if verdict != "lossless":
+        raise typer.Exit(1)
+
+
 @app.command("demo")
 @reporting
 def demo(
@@ -192,3 +288,36 @@ def _draft_length(value: str) -> int | str:
     if value.isdecimal():
         return int(value)
     raise InvalidInput(f"--num-draft-tokens is {value!r}, expected auto or a whole number.")
+
+
+def _show_audit(verdict: str, greedy: dict[str, Any], first: list[Any], scored: list[dict[str, Any]]) -> None:
+    rows = [
+        [
+            "greedy texts equal to transformers'",
+            f"{greedy['identical']} of {greedy['texts']}",
+            f"{greedy['near_ties']} differ at a near-tie, {greedy['different']} otherwise",
+        ]
+    ]
+    rows += [
+        [
+            f"first token, {f.algorithm}, prompt {f.prompt + 1}",
+            f"χ² {f.statistic:.1f} / {f.degrees}",
+            f"p = {f.p_value:.3f}",
+        ]
+        for f in first
+    ]
+    rows += [
+        [
+            f"text, {t['algorithm']} ({t['tokens']} tokens)",
+            f"surprise {t['mean_nll']:.3f}, entropy {t['mean_entropy']:.3f}: z = {t['z']:+.2f}",
+            f"ranks p = {t['rank_p_value']:.3f}",
+        ]
+        for t in scored
+    ]
+    print_table(["check", "", ""], rows)
+    for m in greedy["mismatches"][:5]:
+        kind = "near-tie" if m["near_tie"] else "DIFFERENT"
+        print(
+            f"{kind}: prompt {m['prompt'] + 1}, {m['algorithm']}, token {m['position']}, gap {m['gap']:.4g}"
+        )
+    print(f"verdict: {verdict}")

@@ -212,3 +212,26 @@ def test_bad_input_is_one_line_and_leaves_nothing(models, arguments, code, messa
     assert re.fullmatch(r"(loading [^\n]*\n)?error: [^\n]*\n", done.stderr), done.stderr
     assert message in done.stderr
     assert one_object(models.prep("list", "--json")) == before
+
+
+def test_audit_gives_a_verdict(models):
+    app = __import__("hetspec.cli", fromlist=["app"]).app
+    arguments = (
+        "audit",
+        models.calibration["run_id"],
+        "--prompts",
+        models.texts,
+        "--texts",
+        "2",
+        "--dtype",
+        "float64",
+    )
+    arguments += ("--max-new-tokens", "8", "--samples", "200", "--num-draft-tokens", "2")
+    found = one_object(models._inside(app, *arguments, "--json"))
+    assert found["verdict"] == "lossless"
+    assert found["greedy"]["identical"] == found["greedy"]["texts"] == 6
+    assert len(found["law"]["first_token"]) == 6
+    assert [t["algorithm"] for t in found["law"]["texts"]] == ["slem", "tli", "slrs"]
+    table = models._inside(app, *arguments)
+    assert table.returncode == 0
+    assert "verdict: lossless" in table.stdout
