@@ -111,7 +111,8 @@ def calibration_plots(pair: PairArtifact) -> dict[str, Figure]:
         (BLUE, "all target tokens", np.sort(mean)[::-1]),
         (ORANGE, "tokens in the intersection", np.sort(mean[inside])[::-1]),
     ):
-        axes.semilogx(np.arange(1, len(mass) + 1), 100 * np.cumsum(mass), color=colour, label=label)
+        style = "-" if colour == BLUE else "--"
+        axes.semilogx(np.arange(1, len(mass) + 1), 100 * np.cumsum(mass), style, color=colour, label=label)
     axes.set_xlabel("tokens, likeliest first")
     axes.set_ylabel("mean probability held (%)")
     axes.set_ylim(0, 102)
