@@ -26,7 +26,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("pair")
     parser.add_argument("--unlike", default="")
-    parser.add_argument("--sizes", nargs="+", default=["100%", "25%", "10%", "5%", "1%"])
+    parser.add_argument("--sizes", nargs="+", default=["25%", "10%", "5%", "1%"])
     parser.add_argument("--scores", nargs="+", default=["overlap", "random"])
     parser.add_argument("--tracking-uri", default=None)
     parser.add_argument("--json", action="store_true")

@@ -118,7 +118,8 @@ class CurvePoint:
 
     Attributes:
         size, share: rows kept, and their share of the head.
-        target_mass: mean p(I ∩ H), the ceiling of TLI, on held-out contexts.
+        target_mass: mean p(I ∩ H), the ceiling of TLI, on held-out contexts. This and the acceptances leave out the
+            tails that the stored laws leave out, so they err on the low side.
         tli: held-out acceptance of TLI.
         rdk: the same of each kernel with weights fitted to this head, by prior.
         gain: of the best of them over TLI, 95 % interval over texts.

@@ -1,8 +1,9 @@
 """Contestants side by side on one engine: what they accept, what a pass yields, what it costs.
 
 Acceptance is given twice: as measured while generating, and by direct computation of `Σ min(p, π)` for the
-first candidate after every prefix of a text that the target itself wrote. Both should agree; where the measured
-one falls short, the drafter's context is at fault.
+first candidate after every prefix of the same text, which has the target's law whoever drafted it. Both should agree
+(up to the positions that are never judged: those after a wholly accepted draft); where the measured one falls
+short, the drafter's context is at fault.
 """
 
 from __future__ import annotations
@@ -105,8 +106,10 @@ def compare(
                 f"prompt {number + 1}/{len(prompts)} {contestant.name}: "
                 f"{out.stats.tokens_per_target_pass:.2f} per pass, {out.stats.tokens_per_second:.1f} tokens/s"
             )
-        text = outputs[contestants[0].name][-1].new_ids
-        for contestant in contestants[1:]:
+        for contestant in contestants[
+            1:
+        ]:  # each on its own text: sampled texts differ more than algorithms do
+            text = outputs[contestant.name][-1].new_ids
             direct[contestant.name] += direct_acceptance(
                 engine, prompt, text, contestant, sampling, num_draft_tokens
             )
