@@ -27,8 +27,7 @@ from hetspec.console import (
 from hetspec.errors import InvalidInput
 
 if TYPE_CHECKING:
-    from hetspec.prep.documents import Document
-    from hetspec.prep.predict import Costs, Prediction
+    from hetspec.prep.predict import Costs, Prediction, ScoredTexts
     from hetspec.runtime.generate import Engine
 
 Prompts = Annotated[
@@ -76,8 +75,8 @@ def predict(
     store = Store(tracking_uri or None)
     artifact, _, _ = load(pair, tracking_uri, prefer="kernel-")
     engine = load_engine(artifact, target=target, drafter=drafter, dtype=dtype, say=say)
-    documents = _held_out_texts(engine, collection, texts, new_tokens, temperature, seed, silent=silent)
-    costs, found = _predict(engine, documents, names, temperature, silent=silent)
+    scored = _held_out_texts(engine, collection, texts, new_tokens, temperature, seed, silent=silent)
+    costs, found = _predict(engine, scored, names, silent=silent)
     record = _record(engine, costs, found)
     measured = {}
     if check:
@@ -157,7 +156,7 @@ def recommend(
         }
     ]
     children: list[Child] = []
-    documents: Sequence[Document] | None = None
+    scored: ScoredTexts | None = None
     costs_by: dict[str, Any] = {}
     for drafter in dict.fromkeys(drafters):
         artifact = _pair_of(target, drafter, store, say)
@@ -165,11 +164,11 @@ def recommend(
             engine = load_engine(
                 artifact, target=target, drafter=drafter, dtype=dtype, full_head=full, say=say
             )
-            if documents is None:  # the target's texts are the same for all drafters
-                documents = _held_out_texts(
+            if scored is None:  # the target's texts are the same for all drafters
+                scored = _held_out_texts(
                     engine, collection, texts, new_tokens, temperature, seed, silent=silent
                 )
-            costs, found = _predict(engine, documents, names, temperature, silent=silent)
+            costs, found = _predict(engine, scored, names, silent=silent)
             del engine  # before the next one is loaded
             head = "" if full or artifact.head is None else f"{len(artifact.head.kept)} rows"
             name = f"{drafter} ({head})" if head else drafter
@@ -237,9 +236,10 @@ def _held_out_texts(
     seed: int,
     *,
     silent: bool,
-) -> list[Document]:
+) -> ScoredTexts:
     """Texts the target writes after prompts that calibrate never sees."""
     from hetspec.prep.documents import sample_documents
+    from hetspec.prep.predict import score
 
     picked = _held_out_prompts(collection, count)
     with progress_bar(len(picked), "the target writes", silent=silent) as progress:
@@ -253,7 +253,7 @@ def _held_out_texts(
         )
     if not documents:
         raise InvalidInput("the target ends every text at once.", "Give other prompts.")
-    return documents
+    return score(engine, documents, temperature)
 
 
 def _held_out_prompts(collection: Sequence[str], count: int, *, others: int = 0) -> list[str]:
@@ -307,7 +307,7 @@ def _measured(
 
 
 def _predict(
-    engine: Engine, documents: Sequence[Document], names: Sequence[str], temperature: float, *, silent: bool
+    engine: Engine, scored: ScoredTexts, names: Sequence[str], *, silent: bool
 ) -> tuple[Costs, list[Prediction]]:
     from hetspec.prep.predict import measure_costs, probe
     from hetspec.prep.predict import predict as predicted
@@ -320,11 +320,9 @@ def _predict(
     for name in names:
         algorithm, _, prior = name.partition(":")
         options = {"algorithm": algorithm, **({"prior": prior} if prior else {})}
-        total = sum(len(d.ids) - d.start for d in documents)
+        total = sum(len(d.ids) - d.start for d in scored.documents)
         with progress_bar(total, f"walking with {name}", silent=silent) as progress:
-            seen = probe(
-                engine, Contestant(name, options), documents, temperature=temperature, progress=progress
-            )
+            seen = probe(engine, Contestant(name, options), scored, progress=progress)
         found.append(predicted(name, seen, costs))
     return costs, found
 

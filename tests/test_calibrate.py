@@ -14,7 +14,7 @@ from hetspec.prep import calibrate as calibration
 from hetspec.prep.build import add_kernel, fitted, recalibrated
 from hetspec.prep.calibrate import CalibrationSettings, calibrate, table, work_key
 from hetspec.prep.documents import Document, read_documents, sample_documents
-from hetspec.prep.predict import Costs, Walk, expected_steps, measure_costs, predict, probe
+from hetspec.prep.predict import Costs, Walk, expected_steps, measure_costs, predict, probe, score
 from hetspec.prep.priors import best_embedding, composed, fit_kernel, mean_kernel, mixture_kernel, weighted
 from hetspec.prep.prune import always_kept, choose, curve_point, pruned_pair, scores
 from hetspec.prep.texts import FIT, HELD_OUT, STATISTICS, for_calibration, for_making, for_prediction, role_of
@@ -490,11 +490,11 @@ def test_predictions_use_the_plain_law_whatever_the_model_recommends(tiny):
     ]
     assert recommending.target.generation_config is before
     with pytest.raises(InvalidInput, match="no_repeat_ngram_size"):  # refused by name, not ignored
-        probe(engine, Contestant("tli", {"algorithm": "tli"}), plain, temperature=1.0)
+        probe(engine, Contestant("tli", {"algorithm": "tli"}), score(engine, plain, 1.0))
     recommending.target.generation_config.no_repeat_ngram_size = None
     decoder = engine.decoder(CODE[:50], algorithm="tli", max_new_tokens=5, **plain_law(1.0))
     assert decoder.warping == Warping(1.0)
-    assert len(probe(engine, Contestant("tli", {"algorithm": "tli"}), plain, temperature=1.0).walks) == 2
+    assert len(probe(engine, Contestant("tli", {"algorithm": "tli"}), score(engine, plain, 1.0)).walks) == 2
 
 
 @pytest.mark.parametrize("algorithm", ["tli", "slrs", "slem"])
@@ -511,7 +511,7 @@ def test_predictions_meet_what_is_measured(tiny, engine, algorithm, temperature)
     contestant = Contestant(algorithm, {"algorithm": algorithm})
     found = predict(
         algorithm,
-        probe(engine, contestant, documents, temperature=temperature, draft_length=5),
+        probe(engine, contestant, score(engine, documents, temperature), draft_length=5),
         Costs((1.0,) * 6, 0.1),
     )
     tokens = steps = 0

@@ -17,7 +17,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
-import torch
 
 from hetspec.prep.documents import Document
 from hetspec.prep.fit import RESAMPLES, Interval
@@ -25,6 +24,7 @@ from hetspec.runtime import laws
 from hetspec.runtime.algorithms import BEHIND_TOKENS
 from hetspec.runtime.bench import Contestant
 from hetspec.runtime.generate import Engine
+from hetspec.runtime.laws import Warping
 from hetspec.runtime.models import CachedModel
 from hetspec.runtime.options import plain_law
 from hetspec.runtime.rng import TorchRng
@@ -55,6 +55,49 @@ class Walk:
 
 
 @dataclass(frozen=True)
+class ScoredTexts:
+    """Texts the target wrote, and what it thinks of them; the same for every drafter.
+
+    Attributes:
+        documents: from `sample_documents`.
+        temperature: they were written at; 0 for greedy.
+        probabilities: float64[L] by text, `p_i(x_i)`; ones at temperature 0.
+        verify_seconds: of one law of the target and a draw from it.
+    """
+
+    documents: tuple[Document, ...]
+    temperature: float
+    probabilities: tuple[np.ndarray, ...]
+    verify_seconds: float
+
+
+def score(engine: Engine, documents: Sequence[Document], temperature: float) -> ScoredTexts:
+    """Reads texts with the target once.
+
+    Args:
+        engine: of which only the target is used.
+        documents: that it wrote at this temperature.
+        temperature: 0 for greedy.
+    """
+    assert engine.target.model is not None
+    rng, seconds, probabilities = TorchRng(0), [], []
+    for document in documents:
+        text = document.ids[document.start :]
+        p = np.ones(len(text))
+        if temperature > 0:
+            rows = engine.target.model.new_row().forward(list(document.ids), keep=len(text) + 1)[:-1]
+            for i, (x, row) in enumerate(zip(text, rows, strict=True)):
+                started = time.perf_counter()
+                law = laws.law(row, Warping(temperature))
+                rng.categorical(law)
+                seconds.append(time.perf_counter() - started)
+                p[i] = float(law[x])
+        probabilities.append(p)
+    typical = statistics.median(seconds) if seconds else 0.0
+    return ScoredTexts(tuple(documents), temperature, tuple(probabilities), typical)
+
+
+@dataclass(frozen=True)
 class Probe:
     """What walking through texts with one algorithm told.
 
@@ -76,32 +119,29 @@ class Probe:
 def probe(
     engine: Engine,
     contestant: Contestant,
-    documents: Sequence[Document],
+    texts: ScoredTexts,
     *,
-    temperature: float,
     draft_length: int = LENGTHS[-1],
     progress: Callable[[int], None] = lambda _: None,
 ) -> Probe:
-    """Walks through texts that the target wrote at this temperature.
+    """Walks through texts that the target wrote; only the drafter runs.
 
     Args:
         engine: models and pair.
         contestant: the algorithm and its options.
-        documents: from `sample_documents`, same temperature.
-        temperature: 0 for greedy.
+        texts: from `score`.
         draft_length: of whole drafts.
         progress: is told the target tokens done.
     """
-    sampling = plain_law(temperature)
+    sampling = plain_law(texts.temperature)
     walks, done = [], 0
-    forwards = candidates = drafted = judged = 0
-    outside = verifying = 0.0
-    for document in documents:
+    forwards = candidates = drafted = 0
+    outside = 0.0
+    for document, p in zip(texts.documents, texts.probabilities, strict=True):
         prompt, text = list(document.ids[: document.start]), document.ids[document.start :]
         decoder = engine.decoder(prompt, seed=0, max_new_tokens=len(text), **sampling, **contestant.options)
         context, rng, ids = decoder.context, TorchRng(0), prompt
         assert context is not None
-        rows = decoder.target.forward([*prompt, *text], keep=len(text) + 1)[:-1]
         ratio, run, offered = (
             np.zeros(len(text)),
             np.zeros(len(text), np.int64),
@@ -131,16 +171,13 @@ def probe(
                 if whole and i > 0:  # the first draft also reads the prompt
                     forwards += context.row.forwards - before
                     candidates += len(proposal.ids)
-                started = time.perf_counter()
                 if guesses:
                     asked = min(draft_length, len(text) - i)
                     run[i], offered[i] = agreed, max(len(proposal.ids), round(len(proposal.ids) * asked / n))
-                    if not decoder.warping.greedy:  # what the verdict on a guess takes
-                        rng.categorical(laws.law(rows[i], decoder.warping))
-                elif proposal.ids:
-                    ratio[i] = _ratio(proposal, rows[i], x, decoder.warping)
-                verifying += time.perf_counter() - started
-                judged += 1
+                elif decoder.warping.greedy:
+                    ratio[i] = float(agreed > 0)
+                elif proposal.laws:
+                    ratio[i] = float(proposal.laws[0][x]) / p[i] if p[i] > 0 else 0.0
             ids = [*ids, x]
             context.commit_ids([x], engine.target.vocabulary)
         walks.append(Walk(ratio, run, offered, guesses))
@@ -151,7 +188,7 @@ def probe(
         forwards_per_candidate=forwards / max(1, candidates),
         draft_length=draft_length,
         overhead_seconds=outside / max(1, drafted),
-        verify_seconds=verifying / max(1, judged),
+        verify_seconds=texts.verify_seconds,
     )
 
 
@@ -160,14 +197,6 @@ def _equal(candidates: Sequence[int], text: Sequence[int]) -> int:
     while m < min(len(candidates), len(text)) and candidates[m] == text[m]:
         m += 1
     return m
-
-
-def _ratio(proposal: Any, logits: torch.Tensor, x: int, warping: Any) -> float:
-    """`π(x)/p(x)` for the token that the text has here; at temperature 0 whether the candidate is that token."""
-    if warping.greedy:
-        return float(proposal.ids[0] == x)
-    p = float(laws.law(logits, warping)[x])
-    return float(proposal.laws[0][x]) / p if p > 0 else 0.0
 
 
 def expected_steps(
