@@ -178,7 +178,7 @@ def test_an_interrupted_calibration_goes_on(tiny, engine, documents, result, tmp
     monkeypatch.setattr(calibration, "_read", stops)
     with pytest.raises(KeyboardInterrupt):
         calibrate(tiny.pair, engine.target, engine.drafter, documents, SMALL, work=tmp_path)
-    kept = len(list(tmp_path.glob("shard-?????.npz")))
+    kept = len(list(tmp_path.glob("shard-?????.safetensors")))
     assert kept >= 1
     calls.clear()
     monkeypatch.setattr(calibration, "_read", lambda *a: (calls.append(a[0]), honest(*a)))

@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import numpy as safetensors_numpy
 from scipy import sparse
 
 from hetspec.artifact import Calibration, Contexts, LawTable, PairArtifact
@@ -142,6 +143,9 @@ def calibrate(
         InvalidInput: no text, or none left for one of the two splits.
     """
     started = time.perf_counter()
+    for side in (target, drafter):  # weights are mapped and come into memory with the first forward
+        if side is not None and side.model is not None:
+            side.model.new_row().forward([0], keep=1)
     before = _peak_memory()
     documents = [document for document in documents if document.role != RESERVED]
     sizes = dict.fromkeys((STATISTICS, FIT, HELD_OUT), 0)
@@ -163,7 +167,7 @@ def calibrate(
     total = _Shard.empty(pair.target.rows, pair.drafter.rows)
     done = fresh = 0
     for number, part in enumerate(_parts(documents, settings.shard_tokens)):
-        path = None if work is None else work / f"shard-{number:05d}.npz"
+        path = None if work is None else work / f"shard-{number:05d}.safetensors"
         if path is not None and path.is_file():
             shard = _load_shard(path)
             done += sum(len(d.ids) - d.start for d in part)
@@ -378,26 +382,26 @@ def _save_shard(shard: _Shard, path: Path) -> None:
         arrays[f"{use}_documents"] = np.array(shard.documents[use], dtype=np.int32)
     for name, rows in tables.items():
         arrays |= {f"{name}_{f.name}": getattr(table(rows), f.name) for f in dataclasses.fields(LawTable)}
-    temporary = path.with_suffix(".part.npz")
-    np.savez(temporary, **arrays)  # type: ignore[arg-type]
+    temporary = path.with_suffix(".part")
+    temporary.write_bytes(safetensors_numpy.save({k: np.ascontiguousarray(v) for k, v in arrays.items()}))
     temporary.rename(path)
 
 
 def _load_shard(path: Path) -> _Shard:
-    with np.load(path, allow_pickle=False) as found:
+    found = safetensors_numpy.load(path.read_bytes())
 
-        def rows(name: str) -> list[tuple[np.ndarray, np.ndarray]]:
-            indptr, ids, masses = (found[f"{name}_{part}"] for part in ("indptr", "ids", "masses"))
-            return [(ids[a:b], masses[a:b]) for a, b in itertools.pairwise(indptr)]
+    def rows(name: str) -> list[tuple[np.ndarray, np.ndarray]]:
+        indptr, ids, masses = (found[f"{name}_{part}"] for part in ("indptr", "ids", "masses"))
+        return [(ids[a:b], masses[a:b]) for a, b in itertools.pairwise(indptr)]
 
-        both = (FIT, HELD_OUT)
-        return _Shard(
-            **{name: found[name] for name in ("sum", "squares", "counts", "drafter_counts", "figures")},
-            P=rows("P"),
-            p={use: rows(f"{use}_p") for use in both},
-            q={use: rows(f"{use}_q") for use in both},
-            documents={use: found[f"{use}_documents"].tolist() for use in both},
-        )
+    both = (FIT, HELD_OUT)
+    return _Shard(
+        **{name: found[name] for name in ("sum", "squares", "counts", "drafter_counts", "figures")},
+        P=rows("P"),
+        p={use: rows(f"{use}_p") for use in both},
+        q={use: rows(f"{use}_q") for use in both},
+        documents={use: found[f"{use}_documents"].tolist() for use in both},
+    )
 
 
 def _peak_memory() -> int:
