@@ -20,7 +20,7 @@ def engine():
     return pair.engine()
 
 
-def first(engine, algorithm, samples=1500):
+def first(engine, algorithm, samples=800):
     return audit.audit_first_token(
         engine, PROMPTS[0], 0, algorithm, samples=samples, temperature=0.7, num_draft_tokens=2, seed=1
     )
