@@ -15,7 +15,8 @@ from hetspec.prep.texts import role_of
 from hetspec.runtime.sides import Side, read_prompt
 
 BATCH = 8  # prompts continued at a time
-SPREAD = 50  # texts that a calibration is spread over at least, where there are as many
+SPREAD = 50  # texts that a calibration is spread over at least, where there are as many and each gives SHORTEST tokens
+SHORTEST = 128
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ def read_documents(texts: Sequence[str], target: Side, *, window: int, limit: in
     window = min(window, target.model.max_length)
     wanted = limit * 4  # about 4 characters a token; too many rather than too few
     stride = max(1, sum(map(len, texts)) // max(1, wanted))
-    most = max(window, limit // SPREAD)  # of one text
+    most = max(min(window, SHORTEST), limit // SPREAD)  # of one text
     start = max(1, len(target.begins_with))
     size = max(1, window - len(target.begins_with))
     documents: list[Document] = []
