@@ -16,8 +16,11 @@ import hetspec.cli_predict
 import hetspec.cli_prep
 import hetspec.cli_tune  # noqa: F401 - each registers its commands with prep_app
 from hetspec.console import (
+    DrafterModel,
+    Dtype,
     Json,
     Quiet,
+    TargetModel,
     Uri,
     Voice,
     load,
@@ -85,11 +88,11 @@ def generate(
     ] = None,
     draft_top_k: Annotated[int, typer.Option(min=0)] = 0,
     draft_top_p: Annotated[float, typer.Option()] = 1.0,
-    target: Annotated[str, typer.Option(help="The target's model, if not the recorded one.")] = "",
-    drafter: Annotated[str, typer.Option(help="The drafter's model, if not the recorded one.")] = "",
+    target: TargetModel = "",
+    drafter: DrafterModel = "",
     device: Annotated[str, typer.Option(help="The target's device.")] = "cpu",
     draft_device: Annotated[str, typer.Option(help="The drafter's; default: the target's.")] = "",
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or float64.")] = "bfloat16",
+    dtype: Dtype = "bfloat16",
     tracking_uri: Uri = "",
     as_json: Json = False,
     quiet: Quiet = False,
@@ -164,9 +167,9 @@ def audit(
     num_draft_tokens: Annotated[int, typer.Option(min=1, help="Draft length.")] = 5,
     algorithms: Annotated[str, typer.Option(help="With commas.")] = "slem,tli,slrs",
     seed: Annotated[int, typer.Option(help="Of the draws.")] = 0,
-    target: Annotated[str, typer.Option(help="The target's model, if not the recorded one.")] = "",
-    drafter: Annotated[str, typer.Option(help="The drafter's model, if not the recorded one.")] = "",
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or float64.")] = "float32",
+    target: TargetModel = "",
+    drafter: DrafterModel = "",
+    dtype: Dtype = "float32",
     tracking_uri: Uri = "",
     as_json: Json = False,
     quiet: Quiet = False,
@@ -317,7 +320,6 @@ def _show_audit(verdict: str, greedy: dict[str, Any], first: list[Any], scored: 
     print_table(["check", "", ""], rows)
     for m in greedy["mismatches"][:5]:
         kind = "near-tie" if m["near_tie"] else "DIFFERENT"
-        print(
-            f"{kind}: prompt {m['prompt'] + 1}, {m['algorithm']}, token {m['position']}, gap {m['gap']:.4g}"
-        )
+        gap = "where one text ends" if m["gap"] is None else f"gap {m['gap']:.4g}"
+        print(f"{kind}: prompt {m['prompt'] + 1}, {m['algorithm']}, token {m['position']}, {gap}")
     print(f"verdict: {verdict}")

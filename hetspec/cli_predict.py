@@ -10,9 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hetspec.console import (
+    DrafterModel,
+    Dtype,
     Json,
     PairName,
     Quiet,
+    TargetModel,
     Uri,
     Voice,
     load,
@@ -28,11 +31,14 @@ from hetspec.errors import InvalidInput
 
 if TYPE_CHECKING:
     from hetspec.prep.predict import Costs, Prediction, ScoredTexts
+    from hetspec.runtime.bench import Contestant
     from hetspec.runtime.generate import Engine
 
 Prompts = Annotated[
     str,
-    typer.Option(help="humaneval, passages or a file; the tenth that calibrate and the kernels leave out."),
+    typer.Option(
+        help="humaneval, passages or a file: the tenth that no other command reads (under 100 texts: all)."
+    ),
 ]
 Texts = Annotated[int, typer.Option(min=1, help="Texts the target writes.")]
 NewTokens = Annotated[int, typer.Option(min=8, help="Tokens of each.")]
@@ -40,7 +46,6 @@ Temperature = Annotated[float, typer.Option(min=0.0, help="0: greedy.")]
 Algorithms = Annotated[
     str, typer.Option(help="With commas: slem, tli, slrs, rdk, rdk:PRIOR; default: all there are.")
 ]
-Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16 or float64.")]
 
 
 @prep_app.command("predict")
@@ -57,8 +62,8 @@ def predict(
     ] = 0,
     check_length: Annotated[int, typer.Option(min=1, max=8, help="Draft length of that check.")] = 5,
     seed: Annotated[int, typer.Option(help="Of the texts.")] = 0,
-    target: Annotated[str, typer.Option(help="The target's model, if not the recorded one.")] = "",
-    drafter: Annotated[str, typer.Option(help="The drafter's model, if not the recorded one.")] = "",
+    target: TargetModel = "",
+    drafter: DrafterModel = "",
     dtype: Dtype = "bfloat16",
     tracking_uri: Uri = "",
     as_json: Json = False,
@@ -227,6 +232,14 @@ def _algorithm_names(listed: str) -> list[str]:
     return names
 
 
+def _contestant(name: str) -> Contestant:
+    """An algorithm by its name, "rdk:PRIOR" with a kernel of its own."""
+    from hetspec.runtime.bench import Contestant
+
+    algorithm, _, prior = name.partition(":")
+    return Contestant(name, {"algorithm": algorithm, **({"prior": prior} if prior else {})})
+
+
 def _held_out_texts(
     engine: Engine,
     collection: Sequence[str],
@@ -286,16 +299,13 @@ def _measured(
 ) -> dict[str, Any]:
     """Tokens per pass by algorithm, measured."""
     from hetspec.prep.predict import measure
-    from hetspec.runtime.bench import Contestant
 
     measured = {}
     for p in found:
-        algorithm, _, prior = p.name.partition(":")
-        options = {"algorithm": algorithm, **({"prior": prior} if prior else {})}
         with progress_bar(len(prompts), f"generating with {p.name}", silent=silent) as progress:
             measured[p.name] = measure(
                 engine,
-                Contestant(p.name, options),
+                _contestant(p.name),
                 prompts,
                 draft_length=draft_length,
                 temperature=temperature,
@@ -311,18 +321,15 @@ def _predict(
 ) -> tuple[Costs, list[Prediction]]:
     from hetspec.prep.predict import measure_costs, probe
     from hetspec.prep.predict import predict as predicted
-    from hetspec.runtime.bench import Contestant
 
     assert engine.pair is not None
     names = names or ["slem", "tli", "slrs", *(["rdk"] if engine.pair.kernels else [])]
     costs = measure_costs(engine)
     found = []
     for name in names:
-        algorithm, _, prior = name.partition(":")
-        options = {"algorithm": algorithm, **({"prior": prior} if prior else {})}
         total = sum(len(d.ids) - d.start for d in scored.documents)
         with progress_bar(total, f"walking with {name}", silent=silent) as progress:
-            seen = probe(engine, Contestant(name, options), scored, progress=progress)
+            seen = probe(engine, _contestant(name), scored, progress=progress)
         found.append(predicted(name, seen, costs))
     return costs, found
 

@@ -13,9 +13,12 @@ import typer
 
 from hetspec.cli_prep import show_pair
 from hetspec.console import (
+    DrafterModel,
+    Dtype,
     Json,
     PairName,
     Quiet,
+    TargetModel,
     Uri,
     Voice,
     load,
@@ -33,10 +36,7 @@ if TYPE_CHECKING:
     from hetspec.artifact import PairArtifact
 
 Output = Annotated[str, typer.Option(help="Also save the artifact to this new directory.")]
-TargetModel = Annotated[str, typer.Option(help="The target's model, if not the recorded one.")]
-DrafterModel = Annotated[str, typer.Option(help="The drafter's model, if not the recorded one.")]
-Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16 or float64.")]
-LAWS_FILE = "calibration/target_laws.npz"
+LAWS_FILE = "calibration/target_laws.safetensors"
 
 
 @prep_app.command("calibrate")
@@ -65,7 +65,7 @@ def calibrate(
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Run both models over text and store what they say; every fifth text is held out for testing.
+    """Run both models over text and store what they say; two of ten texts are held out for testing.
 
     Interrupted, it goes on from its last shard when it is called again with the same arguments.
     """
@@ -77,10 +77,8 @@ def calibrate(
     engine = load_engine(
         old, target=target, drafter=drafter, with_drafter=not no_drafter, dtype=dtype, full_head=True, say=say
     )
-    from scipy import sparse
-
     from hetspec.prep.build import recalibrated
-    from hetspec.prep.calibrate import CalibrationSettings, discard, work_key
+    from hetspec.prep.calibrate import CalibrationSettings, discard, save_laws, work_key
     from hetspec.prep.calibrate import calibrate as run
     from hetspec.prep.documents import read_documents, sample_documents
     from hetspec.prep.report import calibration_plots
@@ -91,9 +89,7 @@ def calibrate(
     settings = CalibrationSettings(temperature, fit=fit_contexts, held_out=held_out_contexts)
     if generate:
         count = max(5, min(len(texts), -(-tokens // new_tokens)))
-        texts = (
-            [texts[i * len(texts) // count][-2000:] for i in range(count)] if len(texts) > count else texts
-        )
+        texts = [texts[i * len(texts) // count] for i in range(count)] if len(texts) > count else texts
         kept = (
             _work(store)
             / f"generated-{_generation_key(models, old, texts, new_tokens, temperature, seed)}.jsonl"
@@ -137,9 +133,7 @@ def calibrate(
             "models": models,
         },
     )
-    laws = work / "target_laws.npz"
-    laws.parent.mkdir(parents=True, exist_ok=True)
-    sparse.save_npz(laws, sparse.csr_matrix(result.P))
+    laws = save_laws(result.P, work / Path(LAWS_FILE).name)
     run_id, place = _store(
         new,
         store,
@@ -263,13 +257,8 @@ def _model_prior(
     import time
 
     from hetspec.prep.build import add_kernel
-    from hetspec.prep.priors import (
-        best_covariance,
-        best_embedding,
-        mean_kernel,
-        mixture_kernel,
-        require_calibration,
-    )
+    from hetspec.prep.priors import best_covariance, best_embedding, mean_kernel, mixture_kernel
+    from hetspec.prep.weights import require_calibration
 
     started = time.perf_counter()
     knobs: dict[str, float] = {}
@@ -279,7 +268,7 @@ def _model_prior(
     elif prior == "mixture":
         kernel, knobs = mixture_kernel(old)
     elif prior == "covariance":
-        from scipy import sparse
+        from hetspec.prep.calibrate import load_laws
 
         require_calibration(old)
         laws = store.inherited_file(parent, LAWS_FILE) if parent else None
@@ -290,9 +279,7 @@ def _model_prior(
             )
         say("covariances of the target's probabilities")
         with progress_bar(rows, "covariance", silent=silent) as progress:
-            kernel, knobs = best_covariance(
-                old, sparse.csr_array(sparse.load_npz(laws)), top=top, progress=progress
-            )
+            kernel, knobs = best_covariance(old, load_laws(laws, rows), top=top, progress=progress)
     else:
         import torch
 
@@ -338,9 +325,9 @@ def prune(
     say = Voice(silent)
     old, parent, store = _open(pair, tracking_uri, output, prefer="calibration")
     from hetspec.prep.build import extend
-    from hetspec.prep.priors import require_contexts
     from hetspec.prep.prune import HeadChooser
     from hetspec.prep.report import prune_plots
+    from hetspec.prep.weights import require_contexts
 
     require_contexts(old)
     texts = _for_making(text) if text else []

@@ -36,6 +36,10 @@ PairName = Annotated[
     list[str], typer.Argument(metavar="PAIR", help="Directory, run id, runs:/… or TARGET DRAFTER.")
 ]
 
+TargetModel = Annotated[str, typer.Option("--target", help="The target's model, if not the recorded one.")]
+DrafterModel = Annotated[str, typer.Option("--drafter", help="The drafter's model, if not the recorded one.")]
+Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16 or float64.")]
+
 Command = TypeVar("Command", bound=Callable[..., None])
 
 
@@ -142,6 +146,8 @@ def load_engine(
     drafter_at = None if drafter else hub_commit(artifact.drafter.revision)
     target, drafter = target or artifact.target.name, drafter or artifact.drafter.name
     say(f"loading {target}" + (f" and {drafter}" if with_drafter else ""))
+    if with_drafter and artifact.head is not None and not full_head:
+        say(f"the drafter's LM head is pruned to {len(artifact.head.kept):,} rows (--full-head: all)")
     kind = getattr(torch, dtype)
     return Engine(
         load_model(target, dtype=kind, device=device, revision=target_at),

@@ -202,7 +202,10 @@ class Store:
         from mlflow.exceptions import MlflowException
 
         while run_id:
-            run = self.client.get_run(run_id)
+            try:
+                run = self.client.get_run(run_id)
+            except MlflowException:  # deleted since
+                return None
             names = [
                 item.path for item in self.client.list_artifacts(run_id, path.rpartition("/")[0] or None)
             ]

@@ -32,6 +32,7 @@ def main() -> int:
     parser.add_argument("--prose", type=int, default=2)
     parser.add_argument("--max-new-tokens", type=int, default=48)
     parser.add_argument("--num-draft-tokens", type=int, default=5)
+    parser.add_argument("--verify", default="token", choices=["token", "block"])
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--tracking-uri", default=None)
     arguments = parser.parse_args()
@@ -59,6 +60,7 @@ def main() -> int:
                     temperature=temperature,
                     num_draft_tokens=arguments.num_draft_tokens,
                     max_new_tokens=arguments.max_new_tokens,
+                    verify=arguments.verify,
                     say=lambda line: print(line, file=sys.stderr, flush=True),
                 )
                 setting = {
@@ -69,6 +71,7 @@ def main() -> int:
                     "num_draft_tokens": arguments.num_draft_tokens,
                     "max_new_tokens": arguments.max_new_tokens,
                     "dtype": arguments.dtype,
+                    "verify": arguments.verify,
                 }
                 run_id = store.log_comparison(setting, [row.as_dict() for row in rows])
                 record = {**setting, "run_id": run_id, "contestants": [row.as_dict() for row in rows]}

@@ -16,8 +16,9 @@ import numpy as np
 from hetspec.console import quiet_libraries
 from hetspec.errors import HetspecError
 from hetspec.prep.fit import acceptances, fit_mixture, interval, mass_on
-from hetspec.prep.priors import components, mean_kernel, require_contexts
+from hetspec.prep.priors import mean_kernel
 from hetspec.prep.prune import HeadChooser
+from hetspec.prep.weights import components, require_contexts
 from hetspec.tracking import load_pair
 
 

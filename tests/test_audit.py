@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hetspec.runtime import audit, laws, verify
+from hetspec.runtime import audit, verify
 from hetspec.runtime.verify import Verdict
+from tests.test_exactness import accept_all, residual_is_p
 from tests.test_runtime import CODE, TinyPair
 
 PROMPTS = [CODE[:60], CODE[500:560]]
@@ -61,19 +62,7 @@ def test_remembered_answers_are_the_models(engine):
         assert torch.allclose(logits, fresh, atol=1e-9)
 
 
-def accepts_all(candidates, proposal_laws, logits, warping, rng):
-    return Verdict([*candidates, rng.categorical(laws.law(logits[-1], warping))], len(candidates))
-
-
-def residual_is_p(candidates, proposal_laws, logits, warping, rng):
-    for j, (t, pi) in enumerate(zip(candidates, proposal_laws, strict=True)):
-        p = laws.law(logits[j], warping)
-        if not rng.accept(float(p[t] / pi[t])):
-            return Verdict([*candidates[:j], rng.categorical(p)], j)
-    return Verdict([*candidates, rng.categorical(laws.law(logits[-1], warping))], len(candidates))
-
-
-@pytest.mark.parametrize("mutant", [accepts_all, residual_is_p])
+@pytest.mark.parametrize("mutant", [accept_all, residual_is_p])
 def test_a_biased_verifier_is_found(engine, monkeypatch, mutant):
     monkeypatch.setattr(verify, "_verify_block", mutant)
     sound = {"different": 0}
@@ -81,7 +70,7 @@ def test_a_biased_verifier_is_found(engine, monkeypatch, mutant):
 
 
 def test_an_accepting_verifier_shows_in_whole_texts(engine, monkeypatch):
-    monkeypatch.setattr(verify, "_verify_block", accepts_all)
+    monkeypatch.setattr(verify, "_verify_block", accept_all)
     assert audit.verdict({"different": 0}, [], [texts(engine, "tli", n=20)]) == "not lossless"
 
 
@@ -97,10 +86,16 @@ def test_a_greedy_slip_is_found_and_a_near_tie_is_not_one(engine, monkeypatch):
     assert greedy["different"] == 2
     assert greedy["mismatches"][0]["gap"] > greedy["mismatches"][0]["rounding"]
     assert audit.verdict(greedy, [], []) == "not lossless"
-    near = audit._mismatch(
-        engine, 0, "tli", [1, 2, 3], [5], [5]
-    )  # nothing differs: one text would have to end
-    assert not near.near_tie
+
+
+def test_mismatches_are_looked_at_with_a_fresh_forward(engine):
+    logits = engine.target.model.new_row().forward([1, 2, 3], keep=1)[0]
+    best, second = logits.topk(2).indices.tolist()
+    other = audit._mismatch(engine, 0, "tli", [1, 2, 3], [best], [second])
+    assert not other.near_tie
+    assert other.gap == pytest.approx(float(logits[best] - logits[second]))
+    ends = audit._mismatch(engine, 0, "tli", [1, 2, 3], [5], [5, 6])
+    assert (ends.gap, ends.near_tie, ends.position) == (None, False, 1)
 
 
 def test_the_chi_square_is_scipys():

@@ -9,15 +9,18 @@ import pytest
 import torch
 
 from hetspec.artifact import PairArtifact
-from hetspec.errors import InvalidInput, StaleArtifact, UnsupportedModel
+from hetspec.errors import InvalidArtifact, InvalidInput, StaleArtifact, UnsupportedModel
 from hetspec.prep import calibrate as calibration
+from hetspec.prep import documents as documents_module
 from hetspec.prep.build import add_kernel, fitted, recalibrated
-from hetspec.prep.calibrate import CalibrationSettings, calibrate, table, work_key
+from hetspec.prep.calibrate import CalibrationSettings, calibrate, load_laws, save_laws, table, work_key
 from hetspec.prep.documents import Document, read_documents, sample_documents
+from hetspec.prep.fit import as_kernel
 from hetspec.prep.predict import Costs, Walk, expected_steps, measure_costs, predict, probe, score
-from hetspec.prep.priors import best_embedding, composed, fit_kernel, mean_kernel, mixture_kernel, weighted
+from hetspec.prep.priors import best_embedding, composed, mean_kernel, mixture_kernel
 from hetspec.prep.prune import always_kept, choose, curve_point, pruned_pair, scores
 from hetspec.prep.texts import FIT, HELD_OUT, STATISTICS, for_calibration, for_making, for_prediction, role_of
+from hetspec.prep.weights import fit_kernel, weighted
 from hetspec.runtime.bench import Contestant
 from hetspec.runtime.context import DrafterContext
 from hetspec.runtime.generate import Engine
@@ -65,7 +68,10 @@ def test_statistics_are_those_of_one_forward_per_text(tiny, result, documents):
     assert len(p) == result.P.shape[0] > 500
     assert np.allclose(result.calibration.mean, p.mean(0), atol=1e-6)
     assert np.allclose(result.calibration.variance, p.var(0), atol=1e-6)
-    assert np.allclose(result.P.toarray(), np.sort(p, 1)[:, -400:].min(1, keepdims=True) * 0 + p, atol=2e-2)
+    P = result.P.toarray()
+    assert ((P > 0).sum(1) == 400).all()
+    assert np.allclose(P[P > 0], p[P > 0], atol=1e-6)
+    assert (np.where(P > 0, 0, p).max(1) <= np.where(P > 0, P, 1).min(1) + 1e-6).all()  # the likeliest ones
     counted = np.bincount(
         np.concatenate([d.ids[d.start :] for d in documents if d.role in (STATISTICS, FIT)]), minlength=432
     )
@@ -118,7 +124,6 @@ def test_every_text_has_one_role_wherever_it_is_met():
     assert 150 < len(testing) < 250
     assert for_prediction(texts[:20]) == texts[:20]  # too few to set any aside
     assert len(for_calibration(["abc " * 4000])) > 60  # one file is cut up
-    assert "".join(for_calibration(["x" * 50])) == "" or set("".join(for_calibration(["x" * 50]))) == {"x"}
 
 
 @pytest.mark.parametrize("limit", [700, 950, 1200, 2000, 3000])
@@ -214,6 +219,26 @@ def test_sampled_texts_are_continuations_kept_for_the_next_call(engine, tmp_path
         assert 1 <= len(d.ids) - d.start <= 12
     store.write_text(store.read_text().splitlines()[0] + "\n{broken")
     assert sample_documents(prompts, engine.target, max_new_tokens=12, seed=3, store=store)[0] == first[0]
+
+
+def test_long_prompts_are_read_from_the_end_and_keep_the_role_of_the_whole(engine, monkeypatch):
+    monkeypatch.setattr(documents_module, "LONGEST_PROMPT", 10)
+    monkeypatch.setattr(engine.target, "begins_with", [7])
+    prompt = CODE[:300]
+    (document,) = sample_documents([prompt], engine.target, max_new_tokens=4, seed=3)
+    whole = engine.decoder(prompt, algorithm="none").ids
+    assert document.ids[: document.start] == (7, *whole[-9:])
+    assert document.role == role_of(prompt)
+
+
+def test_laws_come_back_as_they_were_and_damage_is_named(result, tmp_path):
+    path = save_laws(result.P, tmp_path / "work" / "laws.safetensors")
+    assert (load_laws(path, result.P.shape[1]) != result.P).nnz == 0
+    with pytest.raises(InvalidArtifact, match="beyond 300 rows"):
+        load_laws(path, 300)
+    path.write_bytes(path.read_bytes()[:-5])
+    with pytest.raises(InvalidArtifact, match=r"laws\.safetensors"):
+        load_laws(path, result.P.shape[1])
 
 
 def test_greedy_texts_are_plain_decoding_despite_padding(engine):
@@ -401,8 +426,6 @@ def test_a_quantised_drafter_with_a_pruned_pair_is_refused(tiny, pair, engine):
 
 def test_a_mixture_shares_rows_by_fitted_weights(pair):
     from scipy import sparse
-
-    from hetspec.prep.priors import as_kernel
 
     images = np.where(pair.map.first >= 0, pair.map.first, 0)
     one = sparse.csr_array((np.ones(336), (np.arange(336), images)), shape=(336, 432))

@@ -6,9 +6,11 @@ import json
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import transformers
 
+from hetspec.artifact import PairArtifact
 from tests.test_cli import one_object
 from tests.test_cli_generate import PROMPT, Models
 from tests.test_runtime import CODE
@@ -94,8 +96,14 @@ def test_a_mixture_and_fitted_rows(models):
     rows = one_object(
         models.prep("build-affinity", models.calibration["run_id"], "--text", text, "--fit-rows", "--json")
     )
-    curve = rows["affinity"]["cosegment"]["row_fit_curve"]
-    assert max(curve) >= curve[0]
+    assert len(rows["affinity"]["cosegment"]["row_fit_curve"]) > 10
+    before, after = (
+        PairArtifact.from_pretrained(run["artifact_dir"]).kernels["cosegment"]
+        for run in (models.calibration, rows)
+    )
+    assert after.indices.tolist() == before.indices.tolist()
+    assert not np.array_equal(after.weights, before.weights)
+    assert after.counts.tolist() == before.counts.tolist()
 
 
 def test_prune_writes_a_head_that_generates_the_same_text(models):

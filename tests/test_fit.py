@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from scipy import sparse
 
 from hetspec.artifact import Contexts, LawTable
-from hetspec.prep import fit, priors
+from hetspec.prep import fit, priors, weights
 from hetspec.prep.calibrate import as_matrix, table
 
 V_D, V_T = 11, 13
@@ -115,15 +115,15 @@ def test_one_entry_per_row_is_the_diagonal() -> None:
 def test_the_fast_gradient_is_the_plain_one(seed: int) -> None:
     here, K = contexts(seed), kernel(seed)
     under = np.random.default_rng(seed).random(len(here.p.ids)) < 0.5
-    assert np.allclose(priors._slopes(here, under, K), priors.slopes_plain(here, under, K), atol=1e-12)
+    assert np.allclose(weights._slopes(here, under, K), weights.slopes_plain(here, under, K), atol=1e-12)
 
 
 def test_a_covariance_row_is_a_softmax_over_its_support() -> None:
     columns, values = np.array([[2, 5, -1], [1, -1, -1]]), np.array([[0.4, 0.1, 0.0], [0.0, 0.0, 0.0]])
-    _, weights = priors.covariance_kernel(columns, values, c=0.5)
+    _, shares = priors.covariance_kernel(columns, values, c=0.5)
     e = np.exp(np.array([2.0, 0.5]))
-    assert np.allclose(weights[0], [*(e / e.sum()), 0])
-    assert weights[1].tolist() == [1, 0, 0]  # no variance: the identity
+    assert np.allclose(shares[0], [*(e / e.sum()), 0])
+    assert shares[1].tolist() == [1, 0, 0]  # no variance: the identity
     commoner = priors.covariance_kernel(np.array([[0, 1, 2]]), np.array([[1e-6, 1e-4, 5e-5]]), c=0.02)[1]
     assert np.allclose(commoner[0], [0, 1, 0])  # covariances above the diagonal are not clipped to a tie
     sharp = priors.covariance_kernel(columns, values, c=1e-4)[1]
@@ -146,7 +146,7 @@ def test_embedding_rows_are_the_nearest() -> None:
 
 def test_fitted_rows_never_do_worse_on_the_texts_set_aside() -> None:
     here, K = contexts(8, n=60), kernel(8)
-    found, curve = priors.fit_rows(here, K, iterations=25)
+    found, curve = weights.fit_rows(here, K, iterations=25)
     assert max(curve) > curve[0] + 0.005
     assert np.allclose(found.sum(axis=1)[np.diff(found.indptr) > 0], 1)
     names = np.unique(here.documents)

@@ -262,21 +262,21 @@ def fitted(pair: PairArtifact, prior: str, *, rows: bool = False) -> PairArtifac
         prior: which kernel.
         rows: fit the kernel's entries too.
     """
-    from hetspec.prep import priors  # numba and scipy's optimiser are slow to import
+    from hetspec.prep import weights  # numba and scipy's optimiser are slow to import
 
     started = time.perf_counter()
-    calibration = priors.require_contexts(pair)
+    calibration = weights.require_contexts(pair)
     kernel = dataclasses.replace(pair.kernels[prior], mu=calibration.mean, fit=None, head_fit=None)
     noted: dict[str, Any] = {}
     if rows:
-        kernel, curve = priors.with_fitted_rows(pair, kernel)
+        kernel, curve = weights.with_fitted_rows(pair, kernel)
         noted["row_fit_curve"] = curve
-    fit = priors.fit_kernel(pair, kernel)
-    kernel = priors.weighted(kernel, fit)
+    fit = weights.fit_kernel(pair, kernel)
+    kernel = weights.weighted(kernel, fit)
     noted |= asdict(fit)
     if pair.head is not None:
-        head_fit = priors.fit_kernel(pair, kernel, pair.head.kept)
-        kernel = priors.weighted(kernel, head_fit, head=True)
+        head_fit = weights.fit_kernel(pair, kernel, pair.head.kept)
+        kernel = weights.weighted(kernel, head_fit, head=True)
         noted["head"] = asdict(head_fit)
     affinity = {**pair.figures.get("affinity", {})}
     known = affinity.get(prior, {})

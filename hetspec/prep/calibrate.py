@@ -23,11 +23,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from safetensors import numpy as safetensors_numpy
 from scipy import sparse
 
 from hetspec.artifact import Calibration, Contexts, LawTable, PairArtifact
-from hetspec.errors import InvalidInput
+from hetspec.errors import InvalidArtifact, InvalidInput
 from hetspec.prep.documents import Document
 from hetspec.prep.texts import FIT, HELD_OUT, RESERVED, STATISTICS
 from hetspec.runtime import laws
@@ -368,6 +369,33 @@ def table(rows: list[tuple[np.ndarray, np.ndarray]]) -> LawTable:
 def as_matrix(law: LawTable, columns: int) -> sparse.csr_array:
     """A law table as a sparse matrix [contexts, columns]."""
     return sparse.csr_array((law.masses, law.ids, law.indptr), shape=(len(law), columns))
+
+
+def save_laws(P: sparse.csr_array, path: Path) -> Path:
+    """Writes `P` for `load_laws`; returns the path."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    arrays = {"indptr": P.indptr.astype(np.int64), "ids": P.indices.astype(np.int32), "masses": P.data}
+    path.write_bytes(safetensors_numpy.save({k: np.ascontiguousarray(v) for k, v in arrays.items()}))
+    return path
+
+
+def load_laws(path: Path, columns: int) -> sparse.csr_array:
+    """Reads what `save_laws` wrote.
+
+    Args:
+        path: the file.
+        columns: V_t.
+
+    Raises:
+        InvalidArtifact: it is damaged, or belongs to another target.
+    """
+    try:
+        found = LawTable(**safetensors_numpy.load(path.read_bytes()))
+        if len(found.ids) and found.ids.max() >= columns:
+            raise InvalidArtifact(f"it names target ids beyond {columns:,} rows.")
+    except (SafetensorError, TypeError, InvalidArtifact) as error:
+        raise InvalidArtifact(f"{path}: {str(error)[:120]}.", "Run hetspec-prep calibrate again.") from None
+    return as_matrix(found, columns)
 
 
 def _save_shard(shard: _Shard, path: Path) -> None:

@@ -17,6 +17,7 @@ from hetspec.runtime.sides import Side, read_prompt
 BATCH = 8  # prompts continued at a time
 SPREAD = 50  # texts that a calibration is spread over at least, where there are as many and each gives SHORTEST tokens
 SHORTEST = 128
+LONGEST_PROMPT = 512  # tokens of a prompt that are read; the end of a longer one
 
 
 @dataclass(frozen=True)
@@ -81,8 +82,7 @@ def sample_documents(
     Args:
         prompts: text, ids or chats.
         target: the model and its tokenizer.
-        max_new_tokens: per prompt; a continuation ends earlier at an end-of-text token. Where the context is short
-            only the end of the prompt is read.
+        max_new_tokens: per prompt; a continuation ends earlier at an end-of-text token.
         temperature: of the draws; nothing else warps the law.
         seed: of the first batch.
         store: a JSON-lines file in which finished documents are kept and found again.
@@ -96,7 +96,7 @@ def sample_documents(
             f"{max_new_tokens} new tokens do not fit the target's context of {target.model.max_length}.",
             "Ask for fewer.",
         )
-    read = [read_prompt(prompt, target)[-room:] for prompt in prompts]
+    read = [_ending(read_prompt(prompt, target), target, min(room, LONGEST_PROMPT)) for prompt in prompts]
     by_length = sorted(range(len(prompts)), key=lambda i: len(read[i]))  # little padding in a batch
     for first in range(0, len(by_length), BATCH):
         batch = [i for i in by_length[first : first + BATCH] if i not in known]
@@ -113,6 +113,14 @@ def sample_documents(
                     handle.writelines(json.dumps(asdict(document)) + "\n" for document in found)
         progress(min(len(by_length), first + BATCH))
     return [known[i] for i in range(len(prompts)) if i in known]
+
+
+def _ending(ids: list[int], target: Side, most: int) -> list[int]:
+    """The last `most` ids of a prompt, behind what begins a text."""
+    begins = target.begins_with
+    if len(ids) <= most or len(begins) >= most:
+        return ids[-most:]
+    return [*begins, *ids[len(begins) - most :]]
 
 
 def _stored(store: Path | None) -> dict[int, Document]:

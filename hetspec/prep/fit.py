@@ -29,6 +29,23 @@ def as_csr(kernel: Kernel, columns: int) -> sparse.csr_array:
     return sparse.csr_array((kernel.weights.astype(np.float64), kernel.indices, kernel.indptr), shape=shape)
 
 
+def as_kernel(prior: str, matrix: sparse.csr_array, mu: np.ndarray | None) -> Kernel:
+    """A stored kernel from a sparse matrix, its rows normalised."""
+    matrix = sparse.csr_array(matrix)
+    matrix.sum_duplicates()
+    matrix.eliminate_zeros()
+    matrix.sort_indices()
+    sums = np.asarray(matrix.sum(axis=1)).ravel()
+    data = matrix.data / np.repeat(sums, np.diff(matrix.indptr))
+    return Kernel(
+        prior=prior,
+        indptr=matrix.indptr.astype(np.int64),
+        indices=matrix.indices.astype(np.int32),
+        weights=data.astype(np.float32),
+        mu=None if mu is None else mu.astype(np.float32),
+    )
+
+
 def map_csr(images: np.ndarray, columns: int, kept: np.ndarray | None = None) -> sparse.csr_array:
     """The 0/1 matrix of a partial map (−1: none), over the kept drafter ids only if given."""
     rows = np.flatnonzero(images >= 0)

@@ -16,13 +16,8 @@ import numpy as np
 from hetspec.artifact import Calibration, Kernel, PairArtifact, PrunedHead
 from hetspec.errors import InvalidInput
 from hetspec.prep.fit import Interval, acceptances, map_csr, mass_on, proposal
-from hetspec.prep.priors import (
-    FitResult,
-    fit_kernel,
-    mean_kernel,
-    require_contexts,
-    weighted,
-)
+from hetspec.prep.priors import mean_kernel
+from hetspec.prep.weights import FitResult, fit_kernel, require_contexts, weighted
 from hetspec.runtime.plan import LONGEST
 from hetspec.vocab import Vocabulary
 

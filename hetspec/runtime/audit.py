@@ -38,7 +38,7 @@ class Mismatch:
     Attributes:
         prompt, algorithm, position: which text, and the new token at which it differs.
         expected, found: target ids.
-        gap: of their logits in a fresh forward over the shared text.
+        gap: of their logits in a fresh forward over the shared text; None where one text ends and the other goes on.
         rounding: what two forwards of this dtype may differ by.
         near_tie: whether the gap is within rounding: no fault.
     """
@@ -48,7 +48,7 @@ class Mismatch:
     position: int
     expected: int
     found: int
-    gap: float
+    gap: float | None
     rounding: float
     near_tie: bool
 
@@ -131,7 +131,7 @@ def _mismatch(
     )
     assert engine.target.model is not None
     if at >= min(len(expected), len(found)):  # one text ends where the other goes on: never a rounding error
-        return Mismatch(number, algorithm, at, -1, -1, math.inf, 0.0, False)
+        return Mismatch(number, algorithm, at, -1, -1, None, 0.0, False)
     logits = engine.target.model.new_row().forward([*prompt, *expected[:at]], keep=1)[0]
     eps = torch.finfo(engine.target.model.model.dtype).eps
     a, b = float(logits[expected[at]]), float(logits[found[at]])

@@ -74,6 +74,7 @@ def compare(
     temperature: float = 0.0,
     num_draft_tokens: int = 5,
     max_new_tokens: int = 48,
+    verify: str = "token",
     seed: int = 0,
     say: Callable[[str], None] = lambda _: None,
 ) -> list[Row]:
@@ -85,6 +86,7 @@ def compare(
         contestants: the first must be plain decoding.
         temperature: 0 for greedy.
         num_draft_tokens, max_new_tokens: the same for all.
+        verify: "token", whose accepted share is what `Σ min(p, π)` predicts; block verification accepts more.
         seed: of the first prompt; one more for each next.
         say: is told every result.
     """
@@ -97,6 +99,7 @@ def compare(
                 prompt,
                 num_draft_tokens=num_draft_tokens,
                 max_new_tokens=max_new_tokens,
+                verify=verify,
                 seed=seed + number,
                 **sampling,
                 **contestant.options,

@@ -61,7 +61,7 @@ class DecodeStats:
 
     @property
     def acceptance_rate(self) -> float:
-        """Accepted share of the candidates that were judged (those after a rejection are not)."""
+        """Accepted share of the candidates up to the first that was not kept, which counts as judged."""
         judged = sum(self.proposed_by_position)
         return self.accepted / judged if judged else 0.0
 
