@@ -9,13 +9,18 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from hetspec.runtime import laws
 from hetspec.runtime.algorithms import BEHIND_TOKENS, Algorithm
 from hetspec.runtime.context import DrafterContext
 from hetspec.runtime.laws import Warping
 from hetspec.runtime.models import Row
 from hetspec.runtime.plan import DraftLength, Step
+from hetspec.runtime.processors import NO_PROCESSING, ProcessedLogits, Processing
 from hetspec.runtime.rng import Rng
-from hetspec.runtime.verify import Proposal, Verdict, verify
+from hetspec.runtime.verify import Proposal, Rows, Verdict, verify
 from hetspec.vocab import Vocabulary
 
 
@@ -33,7 +38,7 @@ class DecodeStats:
         drafter_tokens: ids the drafter has read; only the last few of its context are ever read again.
         unspelled_bytes: length of the stretches of text that the drafter's tokenizer spells differently.
         seconds: of "target", "drafter", "verify", "align" (text between the two tokenizers) and "other".
-        stop_reason: "eos", "length" or "context".
+        stop_reason: "eos", "length", "context", "stop string", "time" or "criterion".
         choice: what "auto" picked, and why.
     """
 
@@ -130,6 +135,8 @@ class Decoder:
         eos_ids: ids that end the generation.
         max_new_tokens: at least one.
         method: of verification, "block" or "token".
+        processing: logits processors and stopping criteria.
+        keep_scores, keep_logits: whether each token's processed scores and raw logits are kept.
     """
 
     def __init__(
@@ -146,10 +153,16 @@ class Decoder:
         eos_ids: frozenset[int],
         max_new_tokens: int,
         method: str = "block",
+        processing: Processing = NO_PROCESSING,
+        keep_scores: bool = False,
+        keep_logits: bool = False,
     ) -> None:
         self.target, self.vocabulary, self.context = target, vocabulary, context
         self.algorithm, self.warping, self.plan, self.rng = algorithm, warping, plan, rng
         self.eos_ids, self.max_new_tokens, self.method = eos_ids, max_new_tokens, method
+        self.processing = processing
+        self.scores: list[Tensor] | None = [] if keep_scores else None
+        self.logits: list[Tensor] | None = [] if keep_logits else None
         self.ids = list(prompt)
         self.prompt_length = len(prompt)
         self.stats = DecodeStats()
@@ -178,19 +191,16 @@ class Decoder:
         feed = self.ids[self.target.length :] + proposal.ids
         logits = self.target.forward(feed, keep=len(proposal.ids) + 1)
         verifying = time.perf_counter()
-        verdict = verify(proposal, logits, self.warping, self.rng, self.method)
-        self.stats.seconds["verify"] += time.perf_counter() - verifying
-        committed = self._cut_at_eos(verdict.ids)
+        rows: Rows = logits
+        if self.processing.processors:
+            rows = ProcessedLogits(logits, self.processing, self.ids, proposal.ids, self.eos_ids)
+        verdict = verify(proposal, rows, self.warping, self.rng, self.method)
         self.target.crop(len(self.ids) + verdict.accepted)
-        self.ids += committed
+        committed = self._commit(verdict.ids, rows, logits, room)
+        self.stats.seconds["verify"] += time.perf_counter() - verifying
         self.stats.count(proposal, verdict)
         self.stats.new_tokens += len(committed)
-        if committed[-1] in self.eos_ids:
-            self.stats.stop_reason = "eos"
-        elif len(committed) >= room:
-            full = len(self.ids) >= self.target.max_length and len(self.new_ids) < self.max_new_tokens
-            self.stats.stop_reason = "context" if full else "length"
-        elif self.context is not None:
+        if not self.done and self.context is not None:
             self.context.commit_ids(committed, self.vocabulary)
         seconds = time.perf_counter() - started
         self.stats.total_seconds += seconds
@@ -229,11 +239,32 @@ class Decoder:
         kept = None if proposal.laws is None else proposal.laws[:most]
         return Proposal(proposal.ids[:most], kept)
 
-    def _cut_at_eos(self, ids: list[int]) -> list[int]:
+    def _commit(self, ids: list[int], rows: Rows, logits: Tensor, room: int) -> list[int]:
+        """Appends ids one by one, as plain decoding would, up to the first that ends the text."""
         for i, t in enumerate(ids):
-            if t in self.eos_ids:
+            self.ids.append(t)
+            if self.scores is not None:
+                self.scores.append(laws.warped_scores(rows[i], self.warping))
+            if self.logits is not None:
+                self.logits.append(logits[i].to(torch.float32, copy=True))
+            self.stats.stop_reason = self._end(t, i + 1 >= room)
+            if self.done:
                 return ids[: i + 1]
         return ids
+
+    def _end(self, t: int, full: bool) -> str:
+        """Why the text ends with its last id `t`; "" if it goes on."""
+        said = ""
+        if self.processing.criteria:
+            scores = None if self.scores is None else tuple(s[None] for s in self.scores)
+            said = self.processing.stops(self.ids, scores)
+        if t in self.eos_ids:
+            return "eos"
+        if said:
+            return said
+        if full:
+            return "context" if len(self.new_ids) < self.max_new_tokens else "length"
+        return ""
 
     def _settle_times(self) -> None:
         """Brings the counters of the rows into the stats."""

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import codecs
 import functools
+import json
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,6 +31,15 @@ from hetspec.runtime.decode import Decoder, DecodeStats
 from hetspec.runtime.laws import Warping
 from hetspec.runtime.options import Options, from_generation_config
 from hetspec.runtime.plan import AutoLength, DraftLength, FixedLength
+from hetspec.runtime.processors import (
+    CountPenalty,
+    Criterion,
+    Processing,
+    Processor,
+    prepare,
+    split_warpers,
+    stop_criteria,
+)
 from hetspec.runtime.rng import Rng, TorchRng
 from hetspec.runtime.sides import first_bytes, is_chat, make_side, read_prompt
 from hetspec.runtime.tools import SLRS_FORMS, PairTools
@@ -45,6 +56,9 @@ class GenerateOutput:
         text: the new ids as text, control tokens left out.
         algorithm: what was run; what "auto" ended with (`stats.choice` says why).
         stats: what it took.
+        scores: with `output_scores`, per new token the target's processed scores [1, V], as transformers has them:
+            whatever was drafted, they are those of the law the token was drawn from.
+        logits: with `output_logits`, per new token the target's raw logits [1, V], float32.
     """
 
     sequences: Tensor
@@ -52,6 +66,8 @@ class GenerateOutput:
     text: str
     algorithm: str
     stats: DecodeStats
+    scores: tuple[Tensor, ...] | None = None
+    logits: tuple[Tensor, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -61,6 +77,26 @@ class Chunk:
     ids: list[int]
     text: str
     stats: DecodeStats
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is asked of the target: its law, and where the text ends.
+
+    Attributes:
+        warping: the target's.
+        processing: logits processors and stopping criteria.
+        eos_ids: ids that end the text.
+        max_new_tokens: at least one.
+        keep_scores, keep_logits: whether each token's processed scores and raw logits are kept.
+    """
+
+    warping: Warping
+    processing: Processing
+    eos_ids: frozenset[int]
+    max_new_tokens: int
+    keep_scores: bool = False
+    keep_logits: bool = False
 
 
 class Engine:
@@ -137,12 +173,17 @@ class Engine:
                     streamer.put(torch.tensor([t]))
         if streamer is not None:
             streamer.end()
+        return self._output(decoder)
+
+    def _output(self, decoder: Decoder) -> GenerateOutput:
         return GenerateOutput(
             sequences=torch.tensor([decoder.ids]),
             new_ids=decoder.new_ids,
             text=self.decode_text(decoder.new_ids),
             algorithm=getattr(decoder.algorithm, "current", decoder.algorithm.name),
             stats=decoder.stats,
+            scores=None if decoder.scores is None else tuple(s[None] for s in decoder.scores),
+            logits=None if decoder.logits is None else tuple(s[None] for s in decoder.logits),
         )
 
     def stream(self, inputs: Any, **options: Any) -> Iterator[Chunk]:
@@ -163,13 +204,17 @@ class Engine:
         generation_config: Any = None,
         slrs_form: str = "lookahead",
         prior: str = "auto",
-        verify: str = "block",
+        verify: str = "",
         seed: int | None = None,
+        generator: torch.Generator | None = None,
         rng: Rng | None = None,
         draft_temperature: float | None = None,
         draft_top_k: int = 0,
         draft_top_p: float = 1.0,
         drafter_inputs: Any = None,
+        logits_processor: Sequence[Processor] = (),
+        stopping_criteria: Sequence[Criterion] = (),
+        prefix_allowed_tokens_fn: Any = None,
         **overrides: Any,
     ) -> Decoder:
         """Prepares the decoding of one prompt.
@@ -179,15 +224,21 @@ class Engine:
                 (list of {"role", "content"}).
             algorithm: "none", "slem", "tli", "slrs", "rdk" or "auto".
             num_draft_tokens: candidates per step (drafter tokens for "slem"), or "auto".
-            generation_config: a transformers GenerationConfig; by default the target model's own.
+            generation_config: a transformers GenerationConfig, or a file or directory with one; by default the
+                target model's own.
             slrs_form: "lookahead" (4d, with healing), "first" (4b) or "enumerated" (4a) for "slrs".
             prior: which kernel "rdk" uses; "auto" takes the one with the best held-out acceptance.
-            verify: "block" verification, which never accepts fewer in expectation, or "token".
+            verify: "block" verification, which never accepts fewer in expectation, or "token"; by default "block",
+                and "token" with processors that may keep a state.
             seed: makes the generation repeatable.
+            generator: a CPU generator to draw from instead.
             rng: replaces the source of every draw.
             draft_temperature, draft_top_k, draft_top_p: the drafter's; by default the target's temperature.
             drafter_inputs: a prompt of the drafter's own (text, ids or a chat).
-            overrides: fields of the generation config.
+            logits_processor, stopping_criteria: the user's own, called with (ids [1, S], scores [1, V]) on the CPU for
+                every committed token, the drafted ones before it among the ids.
+            prefix_allowed_tokens_fn: as in transformers.
+            overrides: fields of the generation config, `presence_penalty` and `frequency_penalty`.
 
         Raises:
             InvalidInput, StaleArtifact, UnsupportedModel: see the messages.
@@ -195,56 +246,135 @@ class Engine:
         self._check()
         assert self.target.model is not None
         own = self.target.model.model.generation_config
-        options = from_generation_config(generation_config or own, overrides, own)
-        for eos in options.eos_ids:
-            if eos >= self.target.model.rows:
-                raise InvalidInput(
-                    f"eos_token_id {eos} is outside the target's {self.target.model.rows:,} rows."
-                )
-        if verify not in METHODS:
-            raise InvalidInput(f"unknown verification {verify!r}.", f"Choose one of {', '.join(METHODS)}.")
-        if algorithm in ("slem", "none") and (draft_temperature, draft_top_k, draft_top_p) != (None, 0, 1.0):
-            raise InvalidInput(
-                f"a draft temperature, top-k or top-p has no effect with the algorithm {algorithm}.",
-                "Leave it out.",
-            )
+        options = from_generation_config(_config(generation_config, own), overrides, own)
         prompt = self._prompt_ids(inputs)
-        draft_warping = Warping(
-            temperature=_draft_temperature(draft_temperature, options.warping),
-            top_k=draft_top_k,
-            top_p=draft_top_p,
-        )
-        seeded = seed is not None or rng is not None
-        plan: DraftLength
-        chosen: Algorithm
-        if algorithm == "auto" and self.drafter is not None:
-            plan = chosen = self._auto(slrs_form, options, draft_warping, num_draft_tokens, seeded=seeded)
-        else:
-            name = "none" if algorithm == "auto" else algorithm
-            chosen = self._algorithm(name, slrs_form, options, draft_warping, prior)
-            plan = self._plan(num_draft_tokens, seeded=seeded)
         limit = options.new_tokens(len(prompt))
         if limit < 1:
             raise InvalidInput(
                 f"max_length {options.max_length} leaves no room after a prompt of {len(prompt)} tokens.",
                 "Pass max_new_tokens.",
             )
+        warping, processing = self._processing(
+            options, prompt, limit, logits_processor, stopping_criteria, prefix_allowed_tokens_fn
+        )
+        if sum(x is not None for x in (seed, generator, rng)) > 1:
+            raise InvalidInput("give only one of seed, generator and rng.")
+        return self.prepared_decoder(
+            prompt,
+            Task(
+                warping,
+                processing,
+                options.eos_ids,
+                limit,
+                keep_scores=options.scores,
+                keep_logits=options.logits,
+            ),
+            rng=rng if rng is not None else TorchRng(seed, generator),
+            seeded=seed is not None or generator is not None or rng is not None,
+            algorithm=algorithm,
+            num_draft_tokens=num_draft_tokens,
+            slrs_form=slrs_form,
+            prior=prior,
+            verify=verify,
+            draft_temperature=draft_temperature,
+            draft_top_k=draft_top_k,
+            draft_top_p=draft_top_p,
+            chat=inputs if is_chat(inputs) else None,
+            drafter_inputs=drafter_inputs,
+        )
+
+    def prepared_decoder(
+        self,
+        prompt: list[int],
+        task: Task,
+        *,
+        rng: Rng,
+        seeded: bool,
+        algorithm: str,
+        num_draft_tokens: int | str,
+        slrs_form: str,
+        prior: str,
+        verify: str,
+        draft_temperature: float | None,
+        draft_top_k: int,
+        draft_top_p: float,
+        chat: Any = None,
+        drafter_inputs: Any = None,
+    ) -> Decoder:
+        """The decoding of prompt ids with everything about the target's law already prepared; see `decoder`.
+
+        Args:
+            prompt: target ids.
+            task: the target's law, and where the text ends.
+            rng: the source of every draw.
+            seeded: whether the same draws must give the same tokens, so that nothing may follow the clock.
+            chat: the prompt as messages, which the drafter then gets through its own template.
+        """
+        assert self.target.model is not None
+        for eos in task.eos_ids:
+            if eos >= self.target.model.rows:
+                raise InvalidInput(
+                    f"eos_token_id {eos} is outside the target's {self.target.model.rows:,} rows."
+                )
+        if algorithm in ("slem", "none") and (draft_temperature, draft_top_k, draft_top_p) != (None, 0, 1.0):
+            raise InvalidInput(
+                f"a draft temperature, top-k or top-p has no effect with the algorithm {algorithm}.",
+                "Leave it out.",
+            )
+        draft_warping = Warping(
+            temperature=_draft_temperature(draft_temperature, task.warping),
+            top_k=draft_top_k,
+            top_p=draft_top_p,
+        )
+        plan: DraftLength
+        chosen: Algorithm
+        if algorithm == "auto" and self.drafter is not None:
+            plan = chosen = self._auto(slrs_form, task, draft_warping, num_draft_tokens, seeded=seeded)
+        else:
+            name = "none" if algorithm == "auto" else algorithm
+            chosen = self._algorithm(name, slrs_form, task, draft_warping, prior)
+            plan = self._plan(num_draft_tokens, seeded=seeded)
         context = None
         if self.drafter is not None and chosen.name != "none":
-            context = self._context(inputs, drafter_inputs, prompt)
+            context = self._context(chat, drafter_inputs, prompt)
         return Decoder(
             target=self.target.model.new_row(),
             vocabulary=self.target.vocabulary,
             prompt=prompt,
             context=context,
             algorithm=chosen,
-            warping=options.warping,
+            warping=task.warping,
             plan=plan,
-            rng=rng if rng is not None else TorchRng(seed),
-            eos_ids=options.eos_ids,
-            max_new_tokens=limit,
-            method=verify,
+            rng=rng,
+            eos_ids=task.eos_ids,
+            max_new_tokens=task.max_new_tokens,
+            method=_method(verify, task.processing),
+            processing=task.processing,
+            keep_scores=task.keep_scores,
+            keep_logits=task.keep_logits,
         )
+
+    def _processing(
+        self,
+        options: Options,
+        prompt: list[int],
+        limit: int,
+        processors: Sequence[Processor],
+        criteria: Sequence[Criterion],
+        allowed: Any,
+    ) -> tuple[Warping, Processing]:
+        """The target's warping, and what is done to its logits before it and asked of its text after it."""
+        assert self.target.model is not None
+        warping, prepared = options.warping, tuple(processors)
+        if options.processed or allowed is not None or prepared:
+            fields = options.for_transformers(len(prompt) + limit)
+            own = prepare(self.target.model.model, prompt, fields, prepared, prefix_allowed_tokens_fn=allowed)
+            prepared, found = split_warpers(own)
+            warping = warping if warping.greedy else found
+        if any(options.penalties):
+            prepared = (CountPenalty(len(prompt), *options.penalties), *prepared)
+        ends = stop_criteria(options, self.target)
+        return warping, Processing(prepared, (*ends, *criteria))
 
     def decode_text(self, ids: Sequence[int]) -> str:
         """Target ids as text: exactly the bytes they spell, a leading space included; control tokens are left out."""
@@ -259,7 +389,7 @@ class Engine:
         return PairTools(self.pair, self.target, self.drafter)
 
     def _algorithm(
-        self, name: str, form: str, options: Options, draft_warping: Warping, prior: str = "auto"
+        self, name: str, form: str, task: Task, draft_warping: Warping, prior: str = "auto"
     ) -> Algorithm:
         if form not in SLRS_FORMS:
             raise InvalidInput(f"unknown slrs_form {form!r}.", f"Choose one of {', '.join(SLRS_FORMS)}.")
@@ -274,13 +404,13 @@ class Engine:
                 f"algorithm {name!r} needs a drafter and a pair.", "Pass drafter=… and pair=…."
             )
         return self._tools.algorithm(
-            name, form, prior, warping=options.warping, draft_warping=draft_warping, eos_ids=options.eos_ids
+            name, form, prior, warping=task.warping, draft_warping=draft_warping, eos_ids=task.eos_ids
         )
 
     def _auto(
         self,
         form: str,
-        options: Options,
+        task: Task,
         draft_warping: Warping,
         num_draft_tokens: int | str,
         *,
@@ -288,13 +418,13 @@ class Engine:
     ) -> AutoChoice:
         """All algorithms the pair allows, to be tried while generating; unseeded runs remember across prompts."""
         assert self.pair is not None
-        names = ["slem", "slrs"] if options.warping.greedy else ["slrs", "slem", "tli"]
+        names = ["slem", "slrs"] if task.warping.greedy else ["slrs", "slem", "tli"]
         if not (self._tools.map.d2t >= 0).any():
             names = ["slem"]
-        key = (options.warping, draft_warping, form, num_draft_tokens)
+        key = (task.warping, draft_warping, form, num_draft_tokens)
         records: dict[str, Record] = {} if seeded else self._records.setdefault(key, {})
         return AutoChoice(
-            [self._algorithm(name, form, options, draft_warping) for name in names],
+            [self._algorithm(name, form, task, draft_warping) for name in names],
             [self._plan(num_draft_tokens, seeded=seeded) for _ in names],
             cost=self._declared_cost,
             measure=not seeded,
@@ -343,7 +473,7 @@ class Engine:
             )
         return ids
 
-    def _context(self, inputs: Any, drafter_inputs: Any, prompt: list[int]) -> DrafterContext:
+    def _context(self, chat: Any, drafter_inputs: Any, prompt: list[int]) -> DrafterContext:
         """The drafter's row, holding the prompt in the drafter's own tokens."""
         assert self.pair is not None
         assert self.drafter is not None
@@ -356,9 +486,9 @@ class Engine:
             if t2d[t] >= 0
         }
         own = read_prompt(drafter_inputs, side) if drafter_inputs is not None else None
-        if own is None and is_chat(inputs):
+        if own is None and chat is not None:
             try:
-                own = side.chat_ids(inputs)
+                own = side.chat_ids(chat)
             except InvalidInput as error:  # the target took the chat, so the drafter gets it as text
                 logging.getLogger("hetspec").warning(
                     "%s The drafter reads the target's prompt instead.", error.message
@@ -385,6 +515,39 @@ class Engine:
             prompt = prompt[start + 1 :]
         context.commit_ids(prompt, text)
         return context
+
+
+def _config(given: Any, own: Any) -> Any:
+    """A GenerationConfig: the given one, or read from a file or directory, or the model's own."""
+    if given is None:
+        return own
+    if not isinstance(given, (str, Path)):
+        return given
+    path = Path(given)
+    try:
+        if path.is_dir():
+            return type(own).from_pretrained(path)
+        return type(own).from_dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise InvalidInput(
+            f"{path} is not a generation config ({str(error).strip().splitlines()[0]}).",
+            "Give a generation_config.json or the directory it is in.",
+        ) from error
+
+
+def _method(verify: str, processing: Processing) -> str:
+    """The verification to use."""
+    if verify not in ("", *METHODS):
+        raise InvalidInput(f"unknown verification {verify!r}.", f"Choose one of {', '.join(METHODS)}.")
+    if not verify:
+        return "block" if processing.stateless else "token"
+    if verify == "block" and not processing.stateless:
+        raise InvalidInput(
+            "block verification asks logits processors about positions that may be rejected, which one that keeps a "
+            "state does not survive.",
+            "Use verify='token', or leave it out.",
+        )
+    return verify
 
 
 def _draft_temperature(asked: float | None, warping: Warping) -> float:

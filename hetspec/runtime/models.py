@@ -125,16 +125,16 @@ def with_pruned_head(model: Any, kept: Tensor) -> Any:
         if head.bias is not None:
             sliced.bias = torch.nn.Parameter(head.bias[rows], requires_grad=False)
     path = next(name for name, module in model.named_modules() if module is head).split(".")
-    view = parent = _shallow(model)
+    view = parent = shallow_view(model)
     for name in path[:-1]:
-        parent._modules[name] = _shallow(parent._modules[name])
+        parent._modules[name] = shallow_view(parent._modules[name])
         parent = parent._modules[name]
     parent._modules[path[-1]] = sliced
     return view
 
 
-def _shallow(module: Any) -> Any:
-    """A module of the same class that shares everything, with its own list of children."""
+def shallow_view(module: Any) -> Any:
+    """A module of the same class that shares everything, with its own attributes and its own list of children."""
     clone = copy.copy(module)
     clone._modules = dict(module._modules)
     return clone

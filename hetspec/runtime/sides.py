@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import numbers
 from collections.abc import Sequence
 from typing import Any
@@ -79,13 +80,23 @@ class Side:
         self.whole = untruncated(self.backend)  # for prompts
         self.begins_with = begins_text_with(self.whole)
         self._stamp = stamp
+        self.__dict__.pop("transformers_tokenizer", None)
         return True
+
+    @functools.cached_property
+    def transformers_tokenizer(self) -> Any:
+        """The tokenizer in the form transformers' own classes take."""
+        if hasattr(self.tokenizer, "transformers_tokenizer"):
+            return self.tokenizer.transformers_tokenizer()
+        if hasattr(self.tokenizer, "backend_tokenizer"):
+            return self.tokenizer
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast(tokenizer_object=self.backend)
 
     def chat_ids(self, chat: Chat) -> list[int] | None:
         """A chat through this side's own template, ready for the answer; None if it has no template."""
-        tokenizer = self.tokenizer
-        if hasattr(tokenizer, "transformers_tokenizer"):
-            tokenizer = tokenizer.transformers_tokenizer()
+        tokenizer = self.transformers_tokenizer
         if not getattr(tokenizer, "chat_template", None):
             return None
         try:

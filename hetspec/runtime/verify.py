@@ -5,7 +5,9 @@ Letters: `p` target, `pi` proposal over the target's vocabulary; V_t its rows; n
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from torch import Tensor
 
@@ -44,14 +46,16 @@ class Verdict:
 
 
 METHODS = ("block", "token")
+Rows: TypeAlias = Tensor | Sequence[Tensor]  # of logits, one per position
 
 
-def verify(proposal: Proposal, logits: Tensor, warping: Warping, rng: Rng, method: str = "block") -> Verdict:
+def verify(proposal: Proposal, logits: Rows, warping: Warping, rng: Rng, method: str = "block") -> Verdict:
     """Commits tokens with exactly the target's law.
 
     Args:
         proposal: n candidates.
-        logits: [n+1, V_t] of the target, after the committed text and after each candidate.
+        logits: n+1 rows [V_t] of the target, after the committed text and after each candidate. Row j is asked for
+            only once candidates 1..j stand, except by block verification, which reads them all.
         warping: the target's.
         rng: the source of every draw.
         method: "block" or "token"; the same law, block verification accepts at least as many in expectation. At
@@ -65,16 +69,17 @@ def verify(proposal: Proposal, logits: Tensor, warping: Warping, rng: Rng, metho
     return judge(proposal.ids, proposal.laws, logits, warping, rng)
 
 
-def _verify_greedy(candidates: list[int], logits: Tensor) -> Verdict:
+def _verify_greedy(candidates: list[int], logits: Rows) -> Verdict:
     """Accepts candidates as long as they are the target's own argmax."""
-    best = laws.argmax(logits).tolist()
     accepted = 0
-    while accepted < len(candidates) and candidates[accepted] == best[accepted]:
+    while True:
+        best = int(laws.argmax(logits[accepted]))
+        if accepted == len(candidates) or candidates[accepted] != best:
+            return Verdict([*candidates[:accepted], best], accepted)
         accepted += 1
-    return Verdict(best[: accepted + 1], accepted)
 
 
-def _verify_exact_match(candidates: list[int], logits: Tensor, warping: Warping, rng: Rng) -> Verdict:
+def _verify_exact_match(candidates: list[int], logits: Rows, warping: Warping, rng: Rng) -> Verdict:
     """Commits the target's own draws, and goes on while they equal the guesses (2502.05202, Algorithm 2)."""
     ids: list[int] = []
     for j in range(len(candidates) + 1):
@@ -86,7 +91,7 @@ def _verify_exact_match(candidates: list[int], logits: Tensor, warping: Warping,
 
 
 def _verify_token(
-    candidates: list[int], proposal_laws: list[Tensor], logits: Tensor, warping: Warping, rng: Rng
+    candidates: list[int], proposal_laws: list[Tensor], logits: Rows, warping: Warping, rng: Rng
 ) -> Verdict:
     """Token verification (Leviathan et al. 2211.17192, Algorithm 1)."""
     for j, (t, pi) in enumerate(zip(candidates, proposal_laws, strict=True)):
@@ -98,7 +103,7 @@ def _verify_token(
 
 
 def _verify_block(
-    candidates: list[int], proposal_laws: list[Tensor], logits: Tensor, warping: Warping, rng: Rng
+    candidates: list[int], proposal_laws: list[Tensor], logits: Rows, warping: Warping, rng: Rng
 ) -> Verdict:
     """Block verification (Sun et al. 2403.10444, Algorithm 2): the draft is judged as a whole.
 

@@ -1,0 +1,243 @@
+"""Logits processors and stopping criteria, each applied with its position's own prefix.
+
+What transformers' own decoding would do with an option is not repeated here: its `generate` is asked to prepare
+the processors, and they are called as it would call them. A position's processors run only once the candidates
+before it stand, so even one that keeps a state sees exactly the calls of plain decoding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from hetspec.errors import InvalidInput
+from hetspec.runtime.laws import Warping
+from hetspec.runtime.models import shallow_view
+from hetspec.runtime.options import Options
+from hetspec.runtime.sides import Side
+
+Processor: TypeAlias = Callable[[Tensor, Tensor], Tensor]  # (ids [1, S], scores [1, V]) -> scores [1, V]
+Criterion: TypeAlias = Callable[..., Any]  # (ids [1, S], scores) -> whether to stop
+
+# Processors of transformers whose answer depends on the arguments alone. Any other may keep a state.
+STATELESS = frozenset(
+    (
+        "SequenceBiasLogitsProcessor",
+        "EncoderRepetitionPenaltyLogitsProcessor",
+        "RepetitionPenaltyLogitsProcessor",
+        "NoRepeatNGramLogitsProcessor",
+        "EncoderNoRepeatNGramLogitsProcessor",
+        "NoBadWordsLogitsProcessor",
+        "MinLengthLogitsProcessor",
+        "MinNewTokensLengthLogitsProcessor",
+        "ForcedBOSTokenLogitsProcessor",
+        "ForcedEOSTokenLogitsProcessor",
+        "InfNanRemoveLogitsProcessor",
+        "ExponentialDecayLengthPenalty",
+        "SuppressTokensLogitsProcessor",
+        "SuppressTokensAtBeginLogitsProcessor",
+        "TemperatureLogitsWarper",
+        "TopHLogitsWarper",
+        "TopKLogitsWarper",
+        "TopPLogitsWarper",
+        "MinPLogitsWarper",
+        "TypicalLogitsWarper",
+        "EpsilonLogitsWarper",
+        "EtaLogitsWarper",
+        "LogitNormalization",
+        "WatermarkLogitsProcessor",
+    )
+)
+
+
+@dataclass(frozen=True)
+class Processing:
+    """What is done to the target's logits and asked of its text, beside the warping.
+
+    Attributes:
+        processors: called in turn.
+        criteria: any of them ends the generation.
+        device: where the processors expect their tensors.
+    """
+
+    processors: tuple[Processor, ...] = ()
+    criteria: tuple[Criterion, ...] = ()
+    device: torch.device | str = "cpu"
+
+    @property
+    def stateless(self) -> bool:
+        """Whether every processor may be asked about positions that are rejected afterwards."""
+        return all(
+            isinstance(p, CountPenalty)
+            or (type(p).__module__.startswith("transformers.") and type(p).__name__ in STATELESS)
+            for p in self.processors
+        )
+
+    def scores(self, ids: Sequence[int], logits: Tensor) -> Tensor:
+        """The logits [V] after `ids` as the processors leave them, float32 or wider."""
+        wide = logits if logits.dtype == torch.float64 else logits.float()
+        prefix = torch.tensor([list(ids)], device=self.device)
+        scores = wide.to(self.device, copy=True)[None]
+        for processor in self.processors:
+            scores = processor(prefix, scores)
+        if tuple(scores.shape) != (1, *logits.shape):
+            raise InvalidInput(
+                f"a logits processor returned scores of shape {list(scores.shape)}, expected {[1, *logits.shape]}."
+            )
+        return scores[0].to(logits.device)
+
+    def stops(self, ids: Sequence[int], scores: tuple[Tensor, ...] | None) -> str:
+        """Why the text ends with its last id: the name of a criterion, or "". All are asked, as transformers does."""
+        prefix = torch.tensor([list(ids)], device=self.device)
+        said = [(c, bool(torch.as_tensor(c(prefix, scores)).all())) for c in self.criteria]
+        return next((_reason(criterion) for criterion, stop in said if stop), "")
+
+
+NO_PROCESSING = Processing()
+
+
+def _reason(criterion: Criterion) -> str:
+    names = {"MaxTimeCriteria": "time", "StopStringCriteria": "stop string"}
+    return names.get(type(criterion).__name__, "criterion")
+
+
+class ProcessedLogits(Sequence[Tensor]):
+    """The rows of one step as the processors leave them, each computed once, when it is first asked for.
+
+    Args:
+        logits: [n+1, V] of the target.
+        processing: what is done to them.
+        ids: the committed ids.
+        candidates: the n drafted after them.
+        eos_ids: a row after one of them is never used, and left as it is.
+    """
+
+    def __init__(
+        self,
+        logits: Tensor,
+        processing: Processing,
+        ids: list[int],
+        candidates: list[int],
+        eos_ids: frozenset[int],
+    ) -> None:
+        self.logits, self.processing, self.ids, self.candidates = logits, processing, ids, candidates
+        self._last = next((j for j, t in enumerate(candidates) if t in eos_ids), len(candidates))
+        self._rows: dict[int, Tensor] = {}
+
+    def __len__(self) -> int:
+        """n + 1."""
+        return len(self.logits)
+
+    def __getitem__(self, j: Any) -> Any:
+        """Row j, [V]."""
+        if j > self._last:
+            return self.logits[j]
+        if j not in self._rows:
+            self._rows[j] = self.processing.scores([*self.ids, *self.candidates[:j]], self.logits[j])
+        return self._rows[j]
+
+
+class CountPenalty:
+    """Presence and frequency penalties as the OpenAI interface defines them, over the generated tokens.
+
+    `score(x) −= presence·1[count(x) > 0] + frequency·count(x)`.
+
+    Args:
+        prompt_length: ids that do not count.
+        presence, frequency: any finite numbers; 0 is off.
+    """
+
+    def __init__(self, prompt_length: int, presence: float, frequency: float) -> None:
+        self.prompt_length, self.presence, self.frequency = prompt_length, presence, frequency
+
+    def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
+        """Scores [1, V] after ids [1, S]."""
+        used, counts = torch.unique(ids[0, self.prompt_length :], return_counts=True)
+        scores = scores.clone()
+        scores[0, used] -= self.presence + self.frequency * counts.to(scores.dtype)
+        return scores
+
+
+def prepare(
+    model: Any, ids: list[int], fields: dict[str, Any], processors: Sequence[Processor], **arguments: Any
+) -> list[Processor]:
+    """The processors that transformers' `generate` would use, warpers included, for one prompt on the CPU.
+
+    Args:
+        model: the target, not changed.
+        ids: the prompt.
+        fields: of a `GenerationConfig`; what is left out is off, whatever the model's own config says.
+        processors: the user's own.
+        arguments: further arguments of `generate`.
+
+    Raises:
+        InvalidInput: transformers refuses a value.
+    """
+    from transformers import GenerationConfig, LogitsProcessorList
+
+    view = shallow_view(model)
+    view.generation_config = GenerationConfig()
+    try:
+        prepared: list[Processor] = view.generate(
+            torch.tensor([ids]),
+            attention_mask=torch.ones(1, len(ids), dtype=torch.long),
+            generation_config=GenerationConfig(**fields),
+            logits_processor=LogitsProcessorList(processors),
+            custom_generate=_hand_over,
+            **arguments,
+        )
+    except (ValueError, TypeError) as error:
+        raise InvalidInput(
+            f"transformers refuses these generation options: {str(error).strip().splitlines()[0]}"
+        ) from error
+    return prepared
+
+
+def _hand_over(model: Any, input_ids: Tensor, logits_processor: Any, **_: Any) -> list[Processor]:
+    return list(logits_processor)
+
+
+def stop_criteria(options: Options, side: Side) -> list[Criterion]:
+    """transformers' criteria for `max_time` and `stop_strings`.
+
+    Raises:
+        InvalidInput: stop strings, and no transformers tokenizer to read them with.
+    """
+    from transformers import MaxTimeCriteria, StopStringCriteria
+
+    found: list[Criterion] = []
+    if options.max_time is not None:
+        found.append(MaxTimeCriteria(max_time=options.max_time))
+    if options.stop_strings:
+        found.append(StopStringCriteria(side.transformers_tokenizer, list(options.stop_strings)))
+    return found
+
+
+def split_warpers(processors: Sequence[Processor]) -> tuple[tuple[Processor, ...], Warping]:
+    """Takes the standard warpers off the end of a prepared list: what hetspec computes itself, on sorted heads.
+
+    Returns:
+        (the processors before them, the warping). If others come after the warpers, all stay processors and the
+        warping is neutral: the law is then the softmax of what they leave.
+    """
+    rest = list(processors)
+    if rest and _is(rest[-1], "LogitNormalization"):  # changes no law
+        rest.pop()
+    found: dict[str, Any] = {}
+    for name, attribute in (
+        ("MinP", "min_p"),
+        ("TopP", "top_p"),
+        ("TopK", "top_k"),
+        ("Temperature", "temperature"),
+    ):
+        if rest and _is(rest[-1], f"{name}LogitsWarper") and getattr(rest[-1], "min_tokens_to_keep", 1) == 1:
+            found[attribute] = getattr(rest.pop(), attribute)
+    return tuple(rest), Warping(**found)
+
+
+def _is(processor: Processor, name: str) -> bool:
+    return type(processor).__name__ == name and type(processor).__module__.startswith("transformers.")
