@@ -9,7 +9,8 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from hetspec.artifact import PairArtifact
     from hetspec.errors import HetspecError
-    from hetspec.runtime.generate import Engine, GenerateOutput, generate, stream
+    from hetspec.runtime.generate import Engine, GenerateOutput, generate, generate_batch, stream
+    from hetspec.runtime.hf import hf_generate
     from hetspec.tracking import load_pair
     from hetspec.vocab import Vocabulary
 
@@ -20,6 +21,8 @@ _HOMES = {
     "PairArtifact": "hetspec.artifact",
     "Vocabulary": "hetspec.vocab",
     "generate": "hetspec.runtime.generate",
+    "generate_batch": "hetspec.runtime.generate",
+    "hf_generate": "hetspec.runtime.hf",
     "load_pair": "hetspec.tracking",
     "stream": "hetspec.runtime.generate",
 }
@@ -32,6 +35,8 @@ __all__ = [
     "Vocabulary",
     "__version__",
     "generate",
+    "generate_batch",
+    "hf_generate",
     "load_pair",
     "stream",
 ]

@@ -400,7 +400,7 @@ def test_a_generator_gives_the_draws(engine):
     )
 
 
-# -- what transformers prepares, split into processors and warping ------------------------------------------------------
+# -- what transformers prepares, split into processors and warping --------
 
 
 def test_prepared_processors_end_in_the_warping(tiny):

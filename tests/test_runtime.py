@@ -77,7 +77,19 @@ def plain(model, prompt_ids, n):
 
 
 @pytest.mark.parametrize(
-    "kinds", [("llama", "gpt2"), ("gpt2", "llama"), ("gemma3", "mistral"), ("mistral", "gemma3")]
+    "kinds",
+    [
+        ("llama", "gpt2"),
+        ("gpt2", "llama"),
+        ("gemma3", "mistral"),
+        ("mistral", "gemma3"),
+        ("bloom", "mpt"),
+        ("mpt", "opt"),
+        ("opt", "bloom"),
+        ("gemma2", "neox"),
+        ("neox", "mixtral"),
+        ("mixtral", "gemma2"),
+    ],
 )
 def test_greedy_equals_transformers(kinds):
     """Rotary and learned positions, sliding windows of 8 on either side, every draft length."""
@@ -351,14 +363,31 @@ def test_options_that_are_not_honoured_are_refused_by_name(engine, options, mess
     [
         ("", "empty"),
         ([], "empty"),
-        ([[1, 2], [3, 4]], "one prompt at a time"),
+        ([[1, 2], [3, 4]], "generate_batch"),
         ([5000], "outside"),
         ([1] * 512, "context"),
-        ({"input_ids": torch.tensor([[1, 2]]), "attention_mask": torch.tensor([[0, 1]])}, "padded"),
+        ({"input_ids": [[1, 2, 3]], "attention_mask": [[1, 0, 1]]}, "holes"),
+        ({"input_ids": [[1, 2, 3]], "attention_mask": [[1, 1]]}, "shape"),
+        ({"input_ids": [[1, 2]], "pixel_values": [[0.5]]}, "pixel_values"),
+        ({"input_ids": [[1, 2]], "token_type_ids": [[0, 1]]}, "token_type_ids"),
+        ({"inputs_embeds": [[0.1]]}, "inputs_embeds"),
         ([{"role": "user", "content": "x"}], "chat template"),
         (3.5, "float"),
     ],
-    ids=["text", "ids", "batch", "range", "long", "padding", "chat", "type"],
+    ids=[
+        "text",
+        "ids",
+        "batch",
+        "range",
+        "long",
+        "holes",
+        "mask",
+        "pixels",
+        "types",
+        "embeds",
+        "chat",
+        "type",
+    ],
 )
 def test_prompts_that_cannot_be_used(engine, prompt, message):
     with pytest.raises(InvalidInput, match=message):

@@ -205,6 +205,32 @@ def tiny_model(kind: str, rows: int, seed: int, eos: int | None = 0, positions: 
             model = transformers.MistralForCausalLM(
                 transformers.MistralConfig(**sizes, **shared, sliding_window=window)
             )
+        elif kind == "bloom":  # ALiBi
+            model = transformers.BloomForCausalLM(
+                transformers.BloomConfig(hidden_size=32, n_layer=2, n_head=4, **shared)
+            )
+        elif kind == "mpt":  # ALiBi, another implementation
+            config = transformers.MptConfig(
+                d_model=32, n_layers=2, n_heads=4, max_seq_len=positions, **shared
+            )
+            model = transformers.MptForCausalLM(config)
+        elif kind == "opt":  # learned positions counted from the attention mask
+            config = transformers.OPTConfig(
+                **{**sizes, "ffn_dim": 48}, **{**shared, "pad_token_id": 1}, word_embed_proj_dim=32
+            )
+            model = transformers.OPTForCausalLM(config)
+        elif kind == "gemma2":  # soft-capped logits, windows in every other layer
+            config = transformers.Gemma2Config(**sizes, **shared, head_dim=8, sliding_window=window)
+            model = transformers.Gemma2ForCausalLM(config)
+        elif kind == "neox":  # rotary on a part of each head
+            config = transformers.GPTNeoXConfig(**sizes, **shared)
+            model = transformers.GPTNeoXForCausalLM(config)
+        elif kind == "mixtral":  # experts
+            config = transformers.MixtralConfig(
+                **sizes, **shared, num_local_experts=4, num_experts_per_tok=2, sliding_window=window
+            )
+            model = transformers.MixtralForCausalLM(config)
+            model.set_experts_implementation("eager")  # the fast one has no float64
         else:
             model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **shared))
         # Spread the logits: a random head is nearly uniform, and near-ties hide mistakes.

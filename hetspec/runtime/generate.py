@@ -26,9 +26,11 @@ from hetspec.runtime.algorithms import (
     Plain,
 )
 from hetspec.runtime.auto import AutoChoice, Record
+from hetspec.runtime.batch import JointRow, run_together
 from hetspec.runtime.context import DrafterContext
 from hetspec.runtime.decode import Decoder, DecodeStats
 from hetspec.runtime.laws import Warping
+from hetspec.runtime.models import Row
 from hetspec.runtime.options import Options, from_generation_config
 from hetspec.runtime.plan import AutoLength, DraftLength, FixedLength
 from hetspec.runtime.processors import (
@@ -41,7 +43,7 @@ from hetspec.runtime.processors import (
     stop_criteria,
 )
 from hetspec.runtime.rng import Rng, TorchRng
-from hetspec.runtime.sides import first_bytes, is_chat, make_side, read_prompt
+from hetspec.runtime.sides import first_bytes, is_chat, make_side, read_batch, read_prompt
 from hetspec.runtime.tools import SLRS_FORMS, PairTools
 from hetspec.runtime.verify import METHODS
 
@@ -166,16 +168,51 @@ class Engine:
         decoder = self.decoder(inputs, **options)
         if streamer is not None:
             streamer.put(torch.tensor([decoder.ids]))
-        while not decoder.done:
-            committed = decoder.step()
-            if streamer is not None:
-                for t in committed:
-                    streamer.put(torch.tensor([t]))
-        if streamer is not None:
-            streamer.end()
-        return self._output(decoder)
+        run(decoder, streamer)
+        return self.output(decoder)
 
-    def _output(self, decoder: Decoder) -> GenerateOutput:
+    def generate_batch(
+        self,
+        inputs: Any,
+        *,
+        seed: int | None = None,
+        drafter_inputs: Sequence[Any] | None = None,
+        **options: Any,
+    ) -> list[GenerateOutput]:
+        """Generates from several prompts side by side, each exactly as it would alone.
+
+        One padded pass of the target serves all rows, and so do the drafter's passes as far as rows are at the same
+        point. Beside the passes it costs one copy of the rows' KV caches per pass. Draft lengths and "auto" follow
+        declared costs, not the clock. With a padded pass logits differ by rounding from those of a single run.
+
+        Args:
+            inputs: a list of prompts in any form `decoder` takes, or padded ids [B, S] with their attention mask.
+            seed: row r draws as a single run with seed + r does.
+            drafter_inputs: a prompt of the drafter's own for every row.
+            options: see `decoder`; the same for all. Criteria are called for each row with that row's ids [1, S].
+
+        Raises:
+            InvalidInput: as `decoder`; or a processor that may keep a state, which several rows cannot share.
+        """
+        prompts = read_batch(inputs)
+        own = drafter_inputs if drafter_inputs is not None else [None] * len(prompts)
+        if len(own) != len(prompts):
+            raise InvalidInput(f"{len(own)} drafter_inputs for {len(prompts)} prompts.", "Give one for each.")
+        decoders = [
+            self.decoder(
+                prompt,
+                seed=None if seed is None else seed + row,
+                drafter_inputs=own[row],
+                joint=len(prompts) > 1,
+                **options,
+            )
+            for row, prompt in enumerate(prompts)
+        ]
+        run_together([functools.partial(run, decoder) for decoder in decoders])
+        return [self.output(decoder) for decoder in decoders]
+
+    def output(self, decoder: Decoder) -> GenerateOutput:
+        """What a finished decoding returns."""
         return GenerateOutput(
             sequences=torch.tensor([decoder.ids]),
             new_ids=decoder.new_ids,
@@ -215,6 +252,7 @@ class Engine:
         logits_processor: Sequence[Processor] = (),
         stopping_criteria: Sequence[Criterion] = (),
         prefix_allowed_tokens_fn: Any = None,
+        joint: bool = False,
         **overrides: Any,
     ) -> Decoder:
         """Prepares the decoding of one prompt.
@@ -238,6 +276,7 @@ class Engine:
             logits_processor, stopping_criteria: the user's own, called with (ids [1, S], scores [1, V]) on the CPU for
                 every committed token, the drafted ones before it among the ids.
             prefix_allowed_tokens_fn: as in transformers.
+            joint: prepares one of several rows that are decoded together (`generate_batch`).
             overrides: fields of the generation config, `presence_penalty` and `frequency_penalty`.
 
         Raises:
@@ -281,6 +320,7 @@ class Engine:
             draft_top_p=draft_top_p,
             chat=inputs if is_chat(inputs) else None,
             drafter_inputs=drafter_inputs,
+            joint=joint,
         )
 
     def prepared_decoder(
@@ -300,6 +340,7 @@ class Engine:
         draft_top_p: float,
         chat: Any = None,
         drafter_inputs: Any = None,
+        joint: bool = False,
     ) -> Decoder:
         """The decoding of prompt ids with everything about the target's law already prepared; see `decoder`.
 
@@ -309,8 +350,14 @@ class Engine:
             rng: the source of every draw.
             seeded: whether the same draws must give the same tokens, so that nothing may follow the clock.
             chat: the prompt as messages, which the drafter then gets through its own template.
+            joint: whether the rows' forwards are to be read together with those of other decodings.
         """
         assert self.target.model is not None
+        if joint and not task.processing.stateless:
+            raise InvalidInput(
+                "a logits processor that may keep a state cannot serve several prompts at once.",
+                "Generate from one prompt at a time.",
+            )
         for eos in task.eos_ids:
             if eos >= self.target.model.rows:
                 raise InvalidInput(
@@ -326,6 +373,7 @@ class Engine:
             top_k=draft_top_k,
             top_p=draft_top_p,
         )
+        seeded = seeded or joint  # the clock of one row says nothing while others run
         plan: DraftLength
         chosen: Algorithm
         if algorithm == "auto" and self.drafter is not None:
@@ -336,9 +384,13 @@ class Engine:
             plan = self._plan(num_draft_tokens, seeded=seeded)
         context = None
         if self.drafter is not None and chosen.name != "none":
-            context = self._context(chat, drafter_inputs, prompt)
+            assert self.drafter.model is not None
+            drafter = self.drafter.model
+            row = JointRow(drafter) if joint else drafter.new_row()
+            context = self._context(row, chat, drafter_inputs, prompt)
+        target = self.target.model
         return Decoder(
-            target=self.target.model.new_row(),
+            target=JointRow(target) if joint else target.new_row(),
             vocabulary=self.target.vocabulary,
             prompt=prompt,
             context=context,
@@ -473,12 +525,11 @@ class Engine:
             )
         return ids
 
-    def _context(self, chat: Any, drafter_inputs: Any, prompt: list[int]) -> DrafterContext:
+    def _context(self, row: Row, chat: Any, drafter_inputs: Any, prompt: list[int]) -> DrafterContext:
         """The drafter's row, holding the prompt in the drafter's own tokens."""
         assert self.pair is not None
         assert self.drafter is not None
-        assert self.drafter.model is not None
-        row, side = self.drafter.model.new_row(), self.drafter
+        side = self.drafter
         t2d = self._tools.map.t2d
         controls = {
             t: int(t2d[t])
@@ -566,7 +617,17 @@ _ENGINES: list[
 _KEPT_ENGINES = 2
 
 
-def _engine(
+def run(decoder: Decoder, streamer: Any = None) -> None:
+    """Steps a decoding to its end; a streamer gets the committed tokens one by one."""
+    while not decoder.done:
+        for t in decoder.step():
+            if streamer is not None:
+                streamer.put(torch.tensor([t]))
+    if streamer is not None:
+        streamer.end()
+
+
+def engine_of(
     target: Any,
     drafter: Any,
     pair: PairArtifact | None,
@@ -574,6 +635,7 @@ def _engine(
     drafter_tokenizer: Any,
     full_head: bool,
 ) -> Engine:
+    """An engine for these very objects, made once and kept while it is among the last ones used."""
     key = (target, drafter, pair, target_tokenizer, drafter_tokenizer, full_head)
     for known, engine in _ENGINES:
         if all(a is b for a, b in zip(known, key, strict=True)):
@@ -616,7 +678,24 @@ def generate(
     Raises:
         HetspecError: one of its kinds, saying what was found and what to do.
     """
-    return _engine(target, drafter, pair, target_tokenizer, drafter_tokenizer, full_head).generate(
+    return engine_of(target, drafter, pair, target_tokenizer, drafter_tokenizer, full_head).generate(
+        inputs, **options
+    )
+
+
+def generate_batch(
+    target: Any,
+    inputs: Any,
+    *,
+    drafter: Any = None,
+    pair: PairArtifact | None = None,
+    target_tokenizer: Any = None,
+    drafter_tokenizer: Any = None,
+    full_head: bool = False,
+    **options: Any,
+) -> list[GenerateOutput]:
+    """`generate` for several prompts at once; see `Engine.generate_batch`."""
+    return engine_of(target, drafter, pair, target_tokenizer, drafter_tokenizer, full_head).generate_batch(
         inputs, **options
     )
 
@@ -633,6 +712,6 @@ def stream(
     **options: Any,
 ) -> Iterator[Chunk]:
     """`generate` as an iterator of steps."""
-    return _engine(target, drafter, pair, target_tokenizer, drafter_tokenizer, full_head).stream(
+    return engine_of(target, drafter, pair, target_tokenizer, drafter_tokenizer, full_head).stream(
         inputs, **options
     )

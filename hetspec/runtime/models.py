@@ -9,6 +9,8 @@ from __future__ import annotations
 import copy
 import inspect
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -68,6 +70,7 @@ class CachedModel:
         parameters = inspect.signature(model.forward).parameters
         self.cache_argument = "cache" if "cache" in parameters else "past_key_values"
         self.keeps_logits = "logits_to_keep" in parameters
+        self._parameters = frozenset(parameters)
         self.device = model.device
         self.kept = None if kept is None else torch.from_numpy(kept.astype(np.int64))
         self.reader = model if self.kept is None else with_pruned_head(model, self.kept)
@@ -88,6 +91,46 @@ class CachedModel:
     def new_row(self) -> ModelRow:
         """A fresh, empty sequence."""
         return ModelRow(self)
+
+    def read(self, tokens: Tensor, cache: Any, keep: int, **where: Tensor) -> Tensor:
+        """One forward.
+
+        Args:
+            tokens: int64[B, n].
+            cache: of the same B sequences; grows by n.
+            keep: positions to return.
+            where: attention mask and position ids, where they do not follow from the cache.
+
+        Returns:
+            [B, keep, V or h] in the model's dtype, on its device.
+        """
+        extra: dict[str, Any] = {"logits_to_keep": keep} if self.keeps_logits else {}
+        with torch.inference_mode():
+            logits: Tensor = self.reader(
+                input_ids=tokens.to(self.device),
+                use_cache=True,
+                **{self.cache_argument: cache},
+                **{k: v.to(self.device) for k, v in where.items()},
+                **extra,
+            ).logits
+        return logits[:, -keep:]
+
+    def all_rows(self, logits: Tensor) -> Tensor:
+        """Logits of one sequence, [n, V], on the CPU where laws are computed; a pruned head's dropped rows are −inf."""
+        logits = logits.to("cpu")
+        if self.kept is None:
+            return logits
+        if logits.shape[-1] != len(self.kept):
+            raise UnsupportedModel(
+                f"{self.name} does not compute its logits with its LM head, so the head cannot be pruned.",
+                "Use the full head.",
+            )
+        whole = logits.new_full((len(logits), self.rows), -torch.inf)
+        return whole.index_copy_(1, self.kept, logits)
+
+    def reads(self, argument: str) -> bool:
+        """Whether the forward takes an argument of this name."""
+        return argument in self._parameters
 
 
 def with_pruned_head(model: Any, kept: Tensor) -> Any:
@@ -151,7 +194,7 @@ class ModelRow:
         self.max_length = model.max_length
         # Without a config every layer of the cache keeps all positions; sliding windows are then a matter of the
         # mask alone, and cropping is exact beyond the window (BUGS A10).
-        self._cache = DynamicCache()
+        self.cache = DynamicCache()
         self.length = 0
         self.forwards = 0
         self.tokens_fed = 0
@@ -169,30 +212,98 @@ class ModelRow:
         """
         assert 1 <= keep <= len(ids)
         started = time.perf_counter()
-        model = self._model
-        tokens = torch.tensor([ids], device=model.device)
-        extra: dict[str, Any] = {"logits_to_keep": keep} if model.keeps_logits else {}
-        with torch.inference_mode():
-            logits: Tensor = model.reader(
-                input_ids=tokens, use_cache=True, **{model.cache_argument: self._cache}, **extra
-            ).logits[0, -keep:]
-        self.length += len(ids)
-        self.forwards += 1
-        self.tokens_fed += len(ids)
-        logits = logits.to("cpu")  # laws are computed on the host; no copy where the model is there too
-        if model.kept is not None:
-            if logits.shape[-1] != len(model.kept):
-                raise UnsupportedModel(
-                    f"{model.name} does not compute its logits with its LM head, so the head cannot be pruned.",
-                    "Use the full head.",
-                )
-            whole = logits.new_full((keep, self.rows), -torch.inf)
-            logits = whole.index_copy_(1, model.kept, logits)
-        self.seconds += time.perf_counter() - started
+        logits = self._model.read(torch.tensor([ids]), self.cache, keep)[0]
+        logits = self._model.all_rows(logits)
+        self.took(len(ids), time.perf_counter() - started)
         return logits
+
+    def took(self, tokens: int, seconds: float) -> None:
+        """Counts a forward."""
+        self.length += tokens
+        self.forwards += 1
+        self.tokens_fed += tokens
+        self.seconds += seconds
 
     def crop(self, length: int) -> None:
         """Forgets everything after the first `length` ids."""
         if length < self.length:
-            self._cache.crop(length - self.length)
+            self.cache.crop(length - self.length)
             self.length = length
+
+
+@dataclass
+class Reading:
+    """A forward that a row asks for, and then its answer.
+
+    Attributes:
+        row: the sequence.
+        ids, keep: as in `ModelRow.forward`.
+        logits: [keep, V].
+    """
+
+    row: ModelRow
+    ids: list[int]
+    keep: int
+    logits: Tensor | None = None
+
+
+def read_together(model: CachedModel, readings: Sequence[Reading]) -> None:
+    """Answers the readings of several rows with one padded forward; first readings (prompts) go one by one.
+
+    Every row keeps its own cache. They are padded on the left to one length for the forward, which copies them once
+    (what a batch costs beside the forward itself), and cut back to views afterwards. New ids are padded on the right,
+    so that within a row columns and positions differ by a constant, as sliding windows need. The padding on the right
+    is not masked: causality hides it from what is real, and a masked query would give NaN.
+
+    Args:
+        model: of all the rows.
+        readings: at most one per row; their `logits` are filled in.
+    """
+    width = max(len(r.ids) for r in readings)
+    joint = [r for r in readings if r.row.length and r.row.length + width <= model.max_length]
+    if len(joint) < 2 or not model.reads("attention_mask"):
+        joint = []
+    for reading in readings:
+        if not any(reading is r for r in joint):
+            reading.logits = ModelRow.forward(reading.row, reading.ids, reading.keep)
+    if not joint:
+        return
+    started = time.perf_counter()
+    lengths = torch.tensor([[r.row.length] for r in joint])
+    longest = int(lengths.max())
+    cache = _padded_cache([r.row.cache for r in joint], longest)
+    width = max(len(r.ids) for r in joint)
+    tokens = torch.tensor([r.ids + [r.ids[-1]] * (width - len(r.ids)) for r in joint])
+    where = {"attention_mask": (torch.arange(longest + width) >= longest - lengths).long()}
+    if model.reads("position_ids"):
+        where["position_ids"] = lengths + torch.arange(width)
+    logits = model.read(tokens, cache, width, **where)
+    for b, r in enumerate(joint):
+        for mine, ours in zip(r.row.cache.layers, cache.layers, strict=True):
+            if mine.is_initialized:
+                columns = slice(longest - r.row.length, longest + len(r.ids))
+                mine.keys, mine.values = ours.keys[b : b + 1, :, columns], ours.values[b : b + 1, :, columns]
+        r.logits = model.all_rows(logits[b, len(r.ids) - r.keep : len(r.ids)])
+    seconds = (time.perf_counter() - started) / len(joint)
+    for r in joint:
+        r.row.took(len(r.ids), seconds)
+
+
+def _padded_cache(caches: Sequence[Any], longest: int) -> Any:
+    """One cache of several sequences, each padded on the left to the longest."""
+    from transformers import DynamicCache
+
+    def side_by_side(tensors: Sequence[Tensor]) -> Tensor:
+        _, heads, _, size = tensors[0].shape
+        joined = tensors[0].new_zeros(len(tensors), heads, longest, size)
+        for b, tensor in enumerate(tensors):
+            joined[b, :, longest - tensor.shape[2] :] = tensor[0]
+        return joined
+
+    padded = DynamicCache()
+    with torch.inference_mode():
+        for number, layers in enumerate(zip(*(cache.layers for cache in caches), strict=True)):
+            if layers[0].is_initialized:
+                keys = side_by_side([layer.keys for layer in layers])
+                padded.update(keys, side_by_side([layer.values for layer in layers]), number)
+    return padded

@@ -61,7 +61,6 @@ WITHOUT_EFFECT = frozenset(
         "pad_token_id",
         "decoder_start_token_id",
         "transformers_version",
-        "_from_model_config",
         "use_cache",
         "cache_implementation",  # the cache is hetspec's own
         "cache_config",
@@ -156,9 +155,11 @@ def from_generation_config(config: Any, overrides: dict[str, Any], defaults: Any
     Raises:
         InvalidInput: an unknown field, or one set to something that is not honoured exactly.
     """
-    values = dict(config.to_dict())
+    values = {
+        k: v for k, v in config.to_dict().items() if not k.startswith("_")
+    }  # transformers' own notes have a "_"
     if defaults is not None:
-        values |= {k: v for k, v in defaults.to_dict().items() if values.get(k) is None}
+        values |= {k: v for k, v in defaults.to_dict().items() if k in values and values[k] is None}
     for name, value in overrides.items():
         if name not in values and name not in HONOURED and name not in COUNTED:
             raise InvalidInput(

@@ -71,10 +71,11 @@ class Processing:
     @property
     def stateless(self) -> bool:
         """Whether every processor may be asked about positions that are rejected afterwards."""
+        calls = [getattr(p, "call", p) for p in self.processors]  # of a row of a batch, the batch's own
         return all(
-            isinstance(p, CountPenalty)
-            or (type(p).__module__.startswith("transformers.") and type(p).__name__ in STATELESS)
-            for p in self.processors
+            isinstance(c, CountPenalty)
+            or (type(c).__module__.startswith("transformers.") and type(c).__name__ in STATELESS)
+            for c in calls
         )
 
     def scores(self, ids: Sequence[int], logits: Tensor) -> Tensor:
@@ -101,8 +102,8 @@ NO_PROCESSING = Processing()
 
 
 def _reason(criterion: Criterion) -> str:
-    names = {"MaxTimeCriteria": "time", "StopStringCriteria": "stop string"}
-    return names.get(type(criterion).__name__, "criterion")
+    names = {"MaxTimeCriteria": "time", "StopStringCriteria": "stop string", "MaxLengthCriteria": "length"}
+    return names.get(type(getattr(criterion, "call", criterion)).__name__, "criterion")
 
 
 class ProcessedLogits(Sequence[Tensor]):

@@ -148,12 +148,10 @@ def read_prompt(inputs: Any, side: Side) -> list[int]:
             )
         return ids
     if hasattr(inputs, "keys"):
-        mask = inputs.get("attention_mask")
-        if mask is not None and not bool(torch.as_tensor(mask).all()):
-            raise InvalidInput(
-                "the prompt is padded (its attention mask has zeros).", "Pass one prompt without padding."
-            )
-        inputs = inputs["input_ids"]
+        inputs, mask = _ids_and_mask(inputs, side)
+        if mask is not None:
+            rows = unpadded(inputs, mask)
+            inputs = rows[0] if len(rows) == 1 else rows
     if hasattr(inputs, "tolist"):
         inputs = inputs.tolist()
     if isinstance(inputs, (list, tuple)):
@@ -164,7 +162,66 @@ def read_prompt(inputs: Any, side: Side) -> list[int]:
         if not all(isinstance(i, (list, tuple, str)) for i in inputs):
             raise InvalidInput("the prompt's ids are not whole numbers.", "Give the ids of one prompt.")
         raise InvalidInput(
-            f"a batch of {len(inputs)} prompts was given; one prompt at a time is supported.",
-            "Loop over the prompts.",
+            f"a batch of {len(inputs)} prompts was given where one was expected.",
+            "Use generate_batch.",
         )
     raise InvalidInput(f"a prompt of type {type(inputs).__name__}.", "Give text, token ids or a chat.")
+
+
+def read_batch(inputs: Any) -> list[Any]:
+    """The prompts of a batch, each in a form that `read_prompt` takes.
+
+    Args:
+        inputs: a list of prompts; ids [B, S]; or a mapping with `input_ids` and perhaps `attention_mask`.
+    """
+    if hasattr(inputs, "keys"):
+        ids, mask = _ids_and_mask(inputs)
+        if mask is None and not hasattr(ids, "tolist"):
+            return list(ids)
+        return unpadded(ids, torch.ones_like(torch.as_tensor(ids)) if mask is None else mask)
+    if hasattr(inputs, "tolist"):
+        inputs = inputs.tolist()
+    if not isinstance(inputs, (list, tuple)) or is_chat(inputs) or isinstance(inputs[:1], str):
+        raise InvalidInput("one prompt was given where several were expected.", "Give a list of prompts.")
+    if not inputs:
+        raise InvalidInput("the batch is empty.", "Give at least one prompt.")
+    if isinstance(inputs[0], numbers.Integral):
+        raise InvalidInput(
+            "the ids of one prompt were given where several were expected.", "Give a list of prompts."
+        )
+    return list(inputs)
+
+
+def _ids_and_mask(inputs: Any, side: Side | None = None) -> tuple[Any, Any]:
+    """`input_ids` and `attention_mask` of a tokenizer's output, which must hold nothing else that matters."""
+    known = {"input_ids", "attention_mask"}
+    types = inputs.get("token_type_ids")
+    reads_types = side is not None and side.model is not None and side.model.reads("token_type_ids")
+    if types is not None and not reads_types and not bool(torch.as_tensor(types).any()):
+        known.add("token_type_ids")  # all of the one type there is
+    odd = [k for k in inputs if k not in known and inputs[k] is not None]
+    if odd or "input_ids" not in inputs:
+        found = f"with {', '.join(map(repr, odd))}" if odd else "without 'input_ids'"
+        raise InvalidInput(f"a prompt {found}.", "Give input_ids and attention_mask only.")
+    return inputs["input_ids"], inputs.get("attention_mask")
+
+
+def unpadded(ids: Any, mask: Any) -> list[list[int]]:
+    """The rows of padded ids [B, S] (or one row [S]) without their padding, wherever it stands.
+
+    Raises:
+        InvalidInput: the mask has another shape, or holes inside a prompt.
+    """
+    ids, mask = (x if x.ndim == 2 else x[None] for x in (torch.as_tensor(ids), torch.as_tensor(mask)))
+    if ids.shape != mask.shape:
+        raise InvalidInput(
+            f"the attention mask has the shape {list(mask.shape)}, the ids {list(ids.shape)}.",
+            "Give one for each id.",
+        )
+    rows = []
+    for row, seen in zip(ids, mask != 0, strict=True):
+        at = torch.nonzero(seen).flatten()
+        if len(at) and int(at[-1] - at[0]) + 1 != len(at):
+            raise InvalidInput("an attention mask has holes inside its prompt.", "Mask padding only.")
+        rows.append([int(i) for i in row[at]])
+    return rows

@@ -1,0 +1,215 @@
+"""The entry point for transformers users: `target.generate(**inputs, custom_generate=hetspec.hf_generate, …)`.
+
+transformers prepares inputs, processors and criteria as for its own decoding and hands them over; here each
+prompt becomes a row of hetspec's, and the rows become the outputs downstream code expects.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hetspec.artifact import PairArtifact
+from hetspec.errors import InvalidInput
+from hetspec.runtime.batch import run_together
+from hetspec.runtime.decode import Decoder
+from hetspec.runtime.generate import Task, engine_of, run
+from hetspec.runtime.laws import Warping
+from hetspec.runtime.options import from_generation_config
+from hetspec.runtime.processors import Processing, split_warpers
+from hetspec.runtime.rng import TorchRng
+from hetspec.runtime.sides import unpadded
+
+# Inputs of the forward that say nothing a single unpadded prompt does not say by itself.
+IMPLIED = frozenset(
+    ("attention_mask", "position_ids", "use_cache", "logits_to_keep", "cache", "past_key_values")
+)
+
+
+def hf_generate(
+    model: Any,
+    input_ids: Tensor,
+    logits_processor: Any,
+    stopping_criteria: Any,
+    generation_config: Any,
+    synced_gpus: bool = False,
+    streamer: Any = None,
+    *,
+    pair: PairArtifact | None = None,
+    drafter: Any = None,
+    target_tokenizer: Any = None,
+    drafter_tokenizer: Any = None,
+    full_head: bool = False,
+    algorithm: str = "auto",
+    num_draft_tokens: int | str = "auto",
+    slrs_form: str = "lookahead",
+    prior: str = "auto",
+    verify: str = "",
+    seed: int | None = None,
+    generator: torch.Generator | None = None,
+    draft_temperature: float | None = None,
+    draft_top_k: int = 0,
+    draft_top_p: float = 1.0,
+    drafter_inputs: Any = None,
+    token_streamer: Any = None,
+    **model_kwargs: Any,
+) -> Any:
+    """Decodes losslessly inside transformers' `generate`; pass it as `custom_generate`.
+
+    `target.generate(**inputs, custom_generate=hetspec.hf_generate, pair=pair, drafter=drafter, …)`. Every option that
+    transformers turns into processors or criteria is honoured; what it would need another decoding loop for is
+    refused by name. The draws do not come from torch's global generator: pass `seed` or `generator`.
+
+    Args:
+        model, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer: what
+            transformers hands over.
+        pair: the pair artifact; required with a drafter.
+        drafter: the model that proposes.
+        target_tokenizer, drafter_tokenizer: by default those recorded in the pair.
+        full_head, algorithm, num_draft_tokens, slrs_form, prior, verify, seed, generator, draft_temperature,
+            draft_top_k, draft_top_p, drafter_inputs: see `hetspec.Engine`.
+        token_streamer: gets the prompt and every committed token. (`streamer` works too.)
+        model_kwargs: what else transformers would pass to the forward.
+
+    Returns:
+        int64[B, S], or with `return_dict_in_generate` a `GenerateDecoderOnlyOutput` with `scores` and `logits` where
+        asked for, and the rows' `stats` as an attribute.
+
+    Raises:
+        HetspecError: one of its kinds, saying what was found and what to do.
+    """
+    given = sorted(k for k, v in model_kwargs.items() if v is not None and k not in IMPLIED)
+    if given or synced_gpus:
+        raise InvalidInput(
+            f"{', '.join(given) or 'synced_gpus'} is not supported and is not ignored either.",
+            "Give input_ids and attention_mask only.",
+        )
+    if any(
+        model_kwargs.get(k) is not None and model_kwargs[k].get_seq_length()
+        for k in ("cache", "past_key_values")
+    ):
+        raise InvalidInput(
+            "a cache that already holds tokens was given.", "Pass the whole text as input_ids."
+        )
+    # What transformers has done already is not refused; every other field is honoured or refused by name.
+    options = from_generation_config(
+        generation_config, dict.fromkeys(("num_return_sequences", "token_healing"))
+    )
+    mask = model_kwargs.get("attention_mask")
+    prompts = unpadded(input_ids, torch.ones_like(input_ids) if mask is None else mask)
+    if token_streamer is not None:
+        token_streamer.put(input_ids.cpu())
+    streamer = token_streamer or streamer or _callers_streamer()
+    if streamer is not None and len(prompts) > 1:
+        raise InvalidInput(f"a streamer and {len(prompts)} texts.", "Stream one text at a time.")
+    engine = engine_of(model, drafter, pair, target_tokenizer, drafter_tokenizer, full_head)
+    processors, warping = split_warpers(logits_processor)
+    decoders = []
+    for row, prompt in enumerate(prompts):
+        before = input_ids[row : row + 1, : input_ids.shape[1] - len(prompt)]
+
+        def of_row(call: Any, row: int = row, before: Tensor = before) -> Any:
+            return (
+                call if before.shape[1] == 0 and len(prompts) == 1 else OfRow(call, row, len(prompts), before)
+            )
+
+        task = Task(
+            warping if generation_config.do_sample else Warping(temperature=0.0),
+            Processing(
+                tuple(map(of_row, processors)), tuple(map(of_row, stopping_criteria)), input_ids.device
+            ),
+            options.eos_ids,
+            (stopping_criteria.max_length or generation_config.max_length) - input_ids.shape[1],
+            keep_scores=bool(generation_config.return_dict_in_generate and options.scores),
+            keep_logits=bool(generation_config.return_dict_in_generate and options.logits),
+        )
+        decoders.append(
+            engine.prepared_decoder(
+                prompt,
+                task,
+                rng=TorchRng(None if seed is None else seed + row, generator),
+                seeded=seed is not None or generator is not None,
+                algorithm=algorithm,
+                num_draft_tokens=num_draft_tokens,
+                slrs_form=slrs_form,
+                prior=prior,
+                verify=verify,
+                draft_temperature=draft_temperature,
+                draft_top_k=draft_top_k,
+                draft_top_p=draft_top_p,
+                drafter_inputs=drafter_inputs,
+                joint=len(prompts) > 1,
+            )
+        )
+    if len(decoders) == 1:
+        run(decoders[0], streamer)
+    else:
+        run_together([functools.partial(run, decoder) for decoder in decoders])
+    return _outputs(decoders, input_ids, generation_config)
+
+
+def _outputs(decoders: list[Decoder], input_ids: Tensor, config: Any) -> Any:
+    """The rows as transformers returns them: padded on the right to the longest."""
+    longest = max(len(decoder.new_ids) for decoder in decoders)
+    pad = config._pad_token_tensor
+    pad = int(pad) if pad is not None else next(iter(sorted(decoders[0].eos_ids)), 0)
+    new = [decoder.new_ids + [pad] * (longest - len(decoder.new_ids)) for decoder in decoders]
+    sequences = torch.cat(
+        [input_ids, torch.tensor(new, device=input_ids.device, dtype=input_ids.dtype)], dim=1
+    )
+    if not config.return_dict_in_generate:
+        return sequences
+    from transformers.generation import GenerateDecoderOnlyOutput
+
+    output = GenerateDecoderOnlyOutput(
+        sequences=sequences,
+        scores=_per_step([decoder.scores for decoder in decoders], longest, input_ids.device),
+        logits=_per_step([decoder.logits for decoder in decoders], longest, input_ids.device),
+    )
+    output.stats = [decoder.stats for decoder in decoders]
+    return output
+
+
+def _per_step(rows: list[Any], longest: int, device: Any) -> tuple[Tensor, ...] | None:
+    """Per new position the rows' scores [B, V]; zeros where a row has ended."""
+    if rows[0] is None:
+        return None
+    return tuple(
+        torch.stack([row[i] if i < len(row) else torch.zeros_like(row[0]) for row in rows]).to(device)
+        for i in range(longest)
+    )
+
+
+class OfRow:
+    """A processor or criterion made for a padded batch, called for one of its rows.
+
+    Args:
+        call: expects ids [B, S] and scores [B, V].
+        row, rows: which of how many.
+        before: int64[1, P], the padding in front of the prompt.
+    """
+
+    def __init__(self, call: Any, row: int, rows: int, before: Tensor) -> None:
+        self.call, self.row, self.rows, self.before = call, row, rows, before
+
+    def __call__(self, ids: Tensor, scores: Any) -> Any:
+        """Calls it with this row in the place of every row."""
+        whole = torch.cat([self.before.to(ids.device), ids], dim=1).expand(self.rows, -1)
+        if isinstance(scores, Tensor):
+            scores = scores.repeat(self.rows, 1)
+        answer = self.call(whole, scores)
+        return answer[self.row : self.row + 1] if isinstance(answer, Tensor) and answer.ndim else answer
+
+
+def _callers_streamer() -> Any:
+    """The `streamer` given to transformers' `generate`, which has put the prompt into it but hands no callable on.
+
+    A TextIteratorStreamer that never ends would hang its reader, so it is looked up where it is: in the frame that
+    called `hf_generate`.
+    """
+    caller = sys._getframe(2)
+    return caller.f_locals.get("streamer") if caller.f_code.co_name == "generate" else None
