@@ -53,8 +53,9 @@ def joint(
     zeros_d=(),
     prompt=PROMPT,
     method="token",
+    **more,
 ):
-    """Law of the first n tokens of the real decoding loop."""
+    """Law of the first n tokens of the real decoding loop; `more` goes to the decoder."""
     mapping = build_map(target.vocabulary, drafter.vocabulary, target.segmenter)
     ends = frozenset(target.eos_ids)
 
@@ -76,6 +77,7 @@ def joint(
                 eos_ids=ends,
                 max_new_tokens=100,
                 method=method,
+                **more,
             )
             return tuple(decoder.step())
 
