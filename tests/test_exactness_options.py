@@ -60,7 +60,8 @@ def processed_truth(seed, processing, n=e.N, target=e.TARGET, prompt=e.PROMPT):
         ("own", "token"),
     ],
 )
-def test_processors_are_exact(make, name, method, seed=0):
+def test_processors_are_exact(make, name, method):
+    seed = 0
     processing = Processing(PROCESSORS[name])
     law = e.joint(make, seed, method=method, processing=processing)
     expected = processed_truth(seed, processing)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import inspect
 import time
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -17,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hetspec.errors import StaleArtifact, UnsupportedModel
+from hetspec.errors import HetspecError, StaleArtifact, UnsupportedModel
 
 
 class Row(Protocol):
@@ -35,6 +36,12 @@ class Row(Protocol):
 
     def crop(self, length: int) -> None:
         """Forgets everything after the first `length` ids."""
+
+
+# What cropped and fresh logits may differ by, as a share of their spread: rounding, several times over.
+PROBE_TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3}
+ROUNDING = 0.1  # of half precision, and of activations quantised by what is read with them
+_PROBED: weakref.WeakSet[Any] = weakref.WeakSet()  # models that have passed
 
 
 class CachedModel:
@@ -69,24 +76,83 @@ class CachedModel:
         self.max_length = int(getattr(config, "max_position_embeddings", 0) or 1 << 30)
         parameters = inspect.signature(model.forward).parameters
         self.cache_argument = "cache" if "cache" in parameters else "past_key_values"
+        if self.cache_argument not in parameters:
+            raise UnsupportedModel(
+                f"{name} ({type(model).__name__}) has no KV cache.", "Use a model with one."
+            )
         self.keeps_logits = "logits_to_keep" in parameters
         self._parameters = frozenset(parameters)
         self.device = model.device
         self.kept = None if kept is None else torch.from_numpy(kept.astype(np.int64))
         self.reader = model if self.kept is None else with_pruned_head(model, self.kept)
+        if model not in _PROBED:
+            self._probe()
+            _PROBED.add(model)
+
+    def _probe(self) -> None:
+        """Checks on three short reads that a cropped cache gives what a fresh one gives.
+
+        Whatever a model's configuration says, this is what every rejection relies on. A recurrent state, attention
+        that looks ahead or a cache of the model's own shows here.
+        """
+        first, second, third = (i % self.rows for i in (5, 11, 17))
+        if self.max_length < 2:
+            return
+        try:
+            row, fresh = ModelRow(self), ModelRow(self)
+            row.forward([first, second], keep=1)
+            row.crop(1)
+            cropped = row.forward([third], keep=1)[0].float()
+            expected = fresh.forward([first, third], keep=1)[0].float()
+        except HetspecError:
+            raise
+        except Exception as error:  # whatever a model raises when its cache is not of the kind it wants
+            reason = str(error).strip().splitlines() or [type(error).__name__]
+            raise UnsupportedModel(
+                f"{self.name} ({type(self.model).__name__}) cannot be read step by step with a plain KV cache "
+                f"({reason[0]}).",
+                "Use a model that transformers can decode with a DynamicCache.",
+            ) from error
+        seen = expected.isfinite() & cropped.isfinite()
+        if not bool(seen.any()):  # NaN weights have an error of their own
+            return
+        spread = float(expected[seen].max() - expected[seen].min())
+        off = float((cropped - expected)[seen].abs().max())
+        rounding = ROUNDING if self.quantised else PROBE_TOLERANCE.get(self.model.dtype, ROUNDING)
+        if off > rounding * spread:
+            raise UnsupportedModel(
+                f"{self.name} ({type(self.model).__name__}) does not forget what is cropped from its cache: its logits "
+                f"are off by {off:.3g} of {spread:.3g}.",
+                "Use a model with causal attention only.",
+            )
+
+    @property
+    def quantised(self) -> bool:
+        """Whether any part of the model computes with quantised weights or activations."""
+        return bool(getattr(self.model, "is_quantized", False)) or any(
+            "quant" in type(module).__module__.lower() for module in self.model.modules()
+        )
 
     @property
     def rows(self) -> int:
         """V, width of the logits."""
-        return int(self.model.get_output_embeddings().weight.shape[0])
+        head = self.model.get_output_embeddings()
+        weight = getattr(head, "weight", None)
+        if isinstance(weight, Tensor) and weight.ndim == 2 and weight.is_floating_point():
+            return int(weight.shape[0])
+        found = getattr(head, "out_features", None) or self.model.config.get_text_config().vocab_size
+        return int(found)  # a quantised head packs its weight, or makes it a method
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of weights a forward of one token reads; what a step costs on a memory-bound machine."""
+        whole = sum(
+            p.numel() * p.element_size() for p in self.model.state_dict().values() if isinstance(p, Tensor)
+        )
+        if self.kept is None:
+            return max(1, whole)
         head = self.model.get_output_embeddings().weight
-        dropped = 0 if self.kept is None else self.rows - len(self.kept)
-        whole = sum(p.numel() * p.element_size() for p in self.model.parameters())
-        return int(whole - dropped * head.shape[1] * head.element_size())
+        return int(whole - (self.rows - len(self.kept)) * head.shape[1] * head.element_size())
 
     def new_row(self) -> ModelRow:
         """A fresh, empty sequence."""
