@@ -381,6 +381,8 @@ def _behaviour_sha256(tokenizer: Tokenizer, spec: dict[str, Any]) -> str:
     rest = {
         key: value for key, value in spec.items() if key not in ("truncation", "padding", "version", "model")
     }
+    if _adds_nothing(rest.get("post_processor")):  # wrapping a bare tokenizer in transformers' class puts one in
+        rest["post_processor"] = None
     model = {key: value for key, value in spec["model"].items() if key not in ("vocab", "merges")}
     digest = hashlib.sha256(b"hetspec behaviour %d\n" % FINGERPRINT_VERSION)
     digest.update(json.dumps([rest, model], sort_keys=True, separators=(",", ":")).encode())
@@ -401,6 +403,14 @@ def _behaviour_sha256(tokenizer: Tokenizer, spec: dict[str, Any]) -> str:
     for text in PROBE_TEXTS:
         digest.update(json.dumps(probed.encode(text, add_special_tokens=False).ids).encode())
     return digest.hexdigest()
+
+
+def _adds_nothing(post_processor: dict[str, Any] | None) -> bool:
+    """Whether a template leaves a text as it is: the text alone, as segment 0."""
+    return post_processor is not None and (
+        post_processor.get("type") == "TemplateProcessing"
+        and post_processor.get("single") == [{"Sequence": {"id": "A", "type_id": 0}}]
+    )
 
 
 def _joined(strings: list[str]) -> bytes:

@@ -34,13 +34,16 @@ PROMPTS = [
 class TinyPair:
     """A heterogeneous pair of trained tokenizers with random models."""
 
-    def __init__(self, target_kind="llama", drafter_kind="llama", eos=0, **model_options):
+    def __init__(
+        self, target_kind="llama", drafter_kind="llama", eos=0, drafter_tokenizer=None, **model_options
+    ):
         self.target_tokenizer = trained_bpe([CODE, PROSE], 420)
-        self.drafter_tokenizer = trained_bpe([PROSE[: len(PROSE) // 3]], 330)
+        self.drafter_tokenizer = drafter_tokenizer or trained_bpe([PROSE[: len(PROSE) // 3]], 330)
+        rows = self.drafter_tokenizer.get_vocab_size() + 6
         self.target = tiny_model(target_kind, 432, seed=1, eos=eos, **model_options)
-        self.drafter = tiny_model(drafter_kind, 336, seed=2, **model_options)
+        self.drafter = tiny_model(drafter_kind, rows, seed=2, **model_options)
         t = Vocabulary.from_tokenizer(self.target_tokenizer, name="t", rows=432, eos_ids=(0,))
-        d = Vocabulary.from_tokenizer(self.drafter_tokenizer, name="d", rows=336, eos_ids=(0,))
+        d = Vocabulary.from_tokenizer(self.drafter_tokenizer, name="d", rows=rows, eos_ids=(0,))
         self.pair = PairArtifact(
             target=TokenizerIdentity.of(t),
             drafter=TokenizerIdentity.of(d),
