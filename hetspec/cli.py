@@ -7,6 +7,7 @@ inside each command, so that ``--help`` is instant.
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -37,6 +38,35 @@ from hetspec.console import (
 from hetspec.errors import InvalidInput
 
 __all__ = ["app", "main", "main_prep", "prep_app"]
+
+# Options of `Engine.decoder` that are not fields of a GenerationConfig, or that have a flag.
+NOT_AN_OPTION = frozenset(
+    (
+        *(
+            "algorithm",
+            "slrs_form",
+            "prior",
+            "verify",
+            "num_draft_tokens",
+            "max_new_tokens",
+            "seed",
+            "generator",
+            "rng",
+        ),
+        *(
+            "temperature",
+            "top_k",
+            "top_p",
+            "min_p",
+            "do_sample",
+            "draft_temperature",
+            "draft_top_k",
+            "draft_top_p",
+        ),
+        *("generation_config", "stop_strings", "drafter_inputs", "streamer", "joint", "inputs"),
+        *("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn"),
+    )
+)
 
 app = typer.Typer(
     name="hetspec",
@@ -88,6 +118,19 @@ def generate(
     ] = None,
     draft_top_k: Annotated[int, typer.Option(min=0)] = 0,
     draft_top_p: Annotated[float, typer.Option()] = 1.0,
+    generation_config: Annotated[
+        Path | None, typer.Option(help="A generation_config.json or its directory; default: the target's.")
+    ] = None,
+    option: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Any other generation option as name=JSON, e.g. repetition_penalty=1.2; repeatable."
+        ),
+    ] = None,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="A text that ends the generation; repeatable.")
+    ] = None,
+    draft_prompt: Annotated[str | None, typer.Option(help="Another prompt for the drafter.")] = None,
     target: TargetModel = "",
     drafter: DrafterModel = "",
     device: Annotated[str, typer.Option(help="The target's device.")] = "cpu",
@@ -131,7 +174,14 @@ def generate(
         "draft_top_k": draft_top_k,
         "draft_top_p": draft_top_p,
         **sampling(temperature, top_k, top_p, min_p),
+        **_named_options(option or []),
     }
+    if generation_config is not None:
+        options["generation_config"] = generation_config
+    if stop:
+        options["stop_strings"] = stop
+    if draft_prompt is not None:
+        options["drafter_inputs"] = [{"role": "user", "content": draft_prompt}] if chat else draft_prompt
     if as_json:
         out = engine.generate(inputs, **options)
         print_json(
@@ -283,6 +333,22 @@ def _prompt(prompt: str | None, prompt_file: Path | None) -> str:
     if not prompt:
         raise InvalidInput("the prompt is empty.", "Give at least one character.")
     return prompt
+
+
+def _named_options(pairs: list[str]) -> dict[str, Any]:
+    """`name=JSON` as fields of a GenerationConfig; what is not JSON is text."""
+    options: dict[str, Any] = {}
+    for pair in pairs:
+        name, found, value = pair.partition("=")
+        if not found or not name.isidentifier():
+            raise InvalidInput(f"--option is {pair!r}, expected name=value.")
+        if name in NOT_AN_OPTION:
+            raise InvalidInput(f"--option {name} has a flag of its own.", f"Use --{name.replace('_', '-')}.")
+        try:
+            options[name] = json.loads(value)
+        except ValueError:
+            options[name] = value
+    return options
 
 
 def _draft_length(value: str) -> int | str:

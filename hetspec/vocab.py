@@ -381,7 +381,9 @@ def _behaviour_sha256(tokenizer: Tokenizer, spec: dict[str, Any]) -> str:
     rest = {
         key: value for key, value in spec.items() if key not in ("truncation", "padding", "version", "model")
     }
-    if _adds_nothing(rest.get("post_processor")):  # wrapping a bare tokenizer in transformers' class puts one in
+    if _adds_nothing(
+        rest.get("post_processor")
+    ):  # wrapping a bare tokenizer in transformers' class puts one in
         rest["post_processor"] = None
     model = {key: value for key, value in spec["model"].items() if key not in ("vocab", "merges")}
     digest = hashlib.sha256(b"hetspec behaviour %d\n" % FINGERPRINT_VERSION)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from hetspec.artifact import PairArtifact
+from hetspec.artifact import Kernel, PairArtifact
 from hetspec.errors import InvalidArtifact, InvalidInput, StaleArtifact, UnsupportedModel
 from hetspec.prep import calibrate as calibration
 from hetspec.prep import documents as documents_module
@@ -290,6 +290,32 @@ def test_heads_keep_what_they_must_and_nothing_unreachable(pair, engine, name, t
     assert again.kernels["mean"].head_fit.tolist() == new.kernels["mean"].head_fit.tolist()
 
 
+def test_a_pruned_pair_takes_kernels_that_reach_nothing_new(pair, engine):
+    """Kernels fitted to the head included; those that reach other drafter tokens are refused."""
+    must = always_kept(pair, engine.drafter.vocabulary)
+    old = pruned_pair(pair, choose(scores("mean", pair), 300, must, pair.reachable))
+    assert old.kernels["mean"].head_fit is not None
+    same = dataclasses.replace(composed_identity(pair), prior="covariance")
+    new = add_kernel(old, same, {}, top=4, seconds=0.0)
+    assert new.head is not None
+    assert set(new.kernels) == {"mean", "covariance"}
+    assert recalibrated(new, pair.calibration, figures={}, settings={}).head is not None
+    lost = np.flatnonzero((pair.map.d2t < 0) & ~pair.reachable)[:3]
+    more = np.concatenate([np.flatnonzero(pair.reachable), lost])
+    images = np.where(pair.map.d2t[more] >= 0, pair.map.d2t[more], 5)
+    order = np.argsort(more)
+    indptr = np.zeros(len(pair.map.d2t) + 1, dtype=np.int64)
+    indptr[more + 1] = 1
+    wider = Kernel(
+        prior="embedding",
+        indptr=np.cumsum(indptr),
+        indices=images[order].astype(np.int32),
+        weights=np.ones(len(more), dtype=np.float32),
+    )
+    with pytest.raises(InvalidInput, match="reaches other drafter tokens"):
+        add_kernel(old, wider, {}, top=4, seconds=0.0)
+
+
 def test_a_new_calibration_takes_away_what_the_old_one_decided(pair):
     old = pruned_pair(
         fitted(
@@ -512,11 +538,9 @@ def test_predictions_use_the_plain_law_whatever_the_model_recommends(tiny):
         d.ids for d in plain
     ]
     assert recommending.target.generation_config is before
-    with pytest.raises(InvalidInput, match="no_repeat_ngram_size"):  # refused by name, not ignored
-        probe(engine, Contestant("tli", {"algorithm": "tli"}), score(engine, plain, 1.0))
-    recommending.target.generation_config.no_repeat_ngram_size = None
     decoder = engine.decoder(CODE[:50], algorithm="tli", max_new_tokens=5, **plain_law(1.0))
     assert decoder.warping == Warping(1.0)
+    assert decoder.processing.processors == ()
     assert len(probe(engine, Contestant("tli", {"algorithm": "tli"}), score(engine, plain, 1.0)).walks) == 2
 
 

@@ -84,6 +84,79 @@ def test_greedy_equals_transformers_on_ten_prompts(real, code):
             assert out.new_ids == expected, (prompt, algorithm)
 
 
+OPTIONS = [
+    {"repetition_penalty": 1.3},
+    {"no_repeat_ngram_size": 3, "min_new_tokens": 20},
+    {"presence_penalty": 1.0, "frequency_penalty": 0.5},
+    {"bad_words_ids": [[198], [257], [107]], "renormalize_logits": True},
+    {"stop_strings": ["return", " the", "."]},
+    {"exponential_decay_length_penalty": (4, 1.2)},
+    {"max_length": 90},
+    {"logits_processor": True},
+]
+# Every pair of (option, algorithm), (option, draft length) and (algorithm, draft length) occurs.
+COVER = [
+    (o, algorithm, (1, 3, 6)[(o + a) % 3])
+    for o in range(len(OPTIONS))
+    for a, algorithm in enumerate(("slem", "tli", "slrs"))
+]
+
+
+class Alternating:
+    """A processor with a state: every second call forbids the likeliest token."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, ids, scores):
+        self.calls += 1
+        if self.calls % 2 == 0:
+            scores[0, scores[0].argmax()] = -torch.inf
+        return scores
+
+
+def test_options_equal_transformers_pairwise(real, code):
+    """32 tokens in float32; transformers has no presence and frequency penalty, so plain decoding stands in for it."""
+    from transformers import LogitsProcessorList
+
+    tokenizer = real.engine.target.transformers_tokenizer
+    for o, options in enumerate(OPTIONS):
+        prompt = [*code, *PROSE][o]
+        ids = real.engine.decoder(prompt, algorithm="none").ids
+        lengths = {} if "max_length" in options else {"max_new_tokens": 32}
+        ours = {**lengths, **options}
+        stateful = ours.pop("logits_processor", False)
+        if "presence_penalty" in options:
+            expected = real.engine.generate(ids, algorithm="none", **ours).new_ids
+        else:
+            theirs = {**ours, "tokenizer": tokenizer} if "stop_strings" in ours else dict(ours)
+            if stateful:
+                theirs["logits_processor"] = LogitsProcessorList([Alternating()])
+            out = real.target.generate(
+                torch.tensor([ids]),
+                attention_mask=torch.ones(1, len(ids), dtype=torch.long),
+                do_sample=False,
+                pad_token_id=0,
+                **theirs,
+            )
+            expected = out[0, len(ids) :].tolist()
+        for which, algorithm, k in COVER:
+            if which == o:
+                own = {"logits_processor": [Alternating()]} if stateful else {}
+                found = real.engine.generate(
+                    ids, algorithm=algorithm, num_draft_tokens=k, **ours, **own
+                ).new_ids
+                assert found == expected, (options, algorithm, k)
+
+
+def test_a_batch_is_its_single_runs(real, code):
+    prompts = [code[0], *PROSE[:2], "x"]
+    for algorithm in ("slem", "tli"):
+        options = {"algorithm": algorithm, "num_draft_tokens": 3, "max_new_tokens": 16}
+        together = real.engine.generate_batch(prompts, **options)
+        assert [o.new_ids for o in together] == [real.engine.generate(p, **options).new_ids for p in prompts]
+
+
 def test_drafting_saves_target_passes(real, code):
     for algorithm in ("slem", "tli", "slrs"):
         stats = real.engine.generate(

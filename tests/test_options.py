@@ -28,12 +28,21 @@ from tests.test_runtime import CODE, TinyPair, self_pair
 
 PROMPT = "def f(x):\n    return x"
 N = 24
-RUNS = [("none", 0), ("slem", 1), ("slem", 5), ("tli", 4), ("slrs", 1), ("slrs", 4), ("auto", "auto")]
+RUNS = [
+    ("none", 0),
+    ("slem", 1),
+    ("slem", 5),
+    ("tli", 4),
+    ("rdk", 3),
+    ("slrs", 1),
+    ("slrs", 4),
+    ("auto", "auto"),
+]
 
 
 @pytest.fixture(scope="module")
 def tiny():
-    return TinyPair()
+    return TinyPair().with_kernel()
 
 
 @pytest.fixture(scope="module")
@@ -167,7 +176,7 @@ class Recorder(LogitsProcessor):
         return scores
 
 
-@pytest.mark.parametrize(("algorithm", "k"), RUNS[1:6])
+@pytest.mark.parametrize(("algorithm", "k"), RUNS[1:7])
 def test_a_stateful_processor_sees_the_calls_of_plain_decoding(tiny, engine, ids, free, algorithm, k):
     reference, ours = Recorder(), Recorder()
     expected = plain(tiny, ids, logits_processor=LogitsProcessorList([reference]), eos_token_id=None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import dis  # two modules of the standard library serve as text
 import inspect
 import textwrap
@@ -12,6 +13,7 @@ import torch
 import hetspec
 from hetspec.artifact import PairArtifact, TokenizerIdentity
 from hetspec.errors import GenerationError, IncompatiblePair, InvalidInput, StaleArtifact, UnsupportedModel
+from hetspec.prep.affinity import cosegment
 from hetspec.prep.intersect import build_map
 from hetspec.runtime.generate import Engine
 from hetspec.segment import Segmenter
@@ -49,6 +51,15 @@ class TinyPair:
             drafter=TokenizerIdentity.of(d),
             map=build_map(t, d, Segmenter(self.target_tokenizer, t)),
         )
+
+    def with_kernel(self):
+        """The same pair with a co-segmentation kernel, so that RDK can be run and SLRS knows where to look ahead."""
+        t = Vocabulary.from_tokenizer(self.target_tokenizer, name="t", rows=432, eos_ids=(0,))
+        d = Vocabulary.from_tokenizer(self.drafter_tokenizer, name="d", rows=336, eos_ids=(0,))
+        sides = Segmenter(self.target_tokenizer, t), Segmenter(self.drafter_tokenizer, d)
+        kernel = cosegment(self.pair.map, *sides, [CODE.encode()]).kernel
+        self.pair = dataclasses.replace(self.pair, kernels={"cosegment": kernel})
+        return self
 
     def engine(self, drafter=None):
         return Engine(

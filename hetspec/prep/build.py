@@ -138,7 +138,11 @@ def extend(
 
 def _keep_head(pair: PairArtifact, kernels: dict[str, Kernel]) -> None:
     """Refuses kernels that reach other drafter ids than the pruned head was chosen from."""
-    new = dataclasses.replace(pair, head=None, kernels={**pair.kernels, **kernels})
+    bare = {
+        prior: dataclasses.replace(kernel, head_fit=None)
+        for prior, kernel in {**pair.kernels, **kernels}.items()
+    }
+    new = dataclasses.replace(pair, head=None, kernels=bare)
     if not np.array_equal(new.reachable, pair.reachable):
         raise InvalidInput(
             "the pair's pruned head was chosen without this kernel, which reaches other drafter tokens.",
