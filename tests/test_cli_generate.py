@@ -143,9 +143,30 @@ def test_text_comes_on_stdout_and_figures_on_stderr(models):
     assert again.stderr == ""
 
 
+def test_options_of_the_generation_config(models, tmp_path):
+    base = ["--prompt", PROMPT, "--max-new-tokens", "16", "--algorithm", "slem", "--json"]
+    free = one_object(models.generate(*base))
+    penalised = one_object(models.generate(*base, "--option", "repetition_penalty=1.5"))
+    transformers.GenerationConfig(repetition_penalty=1.5).save_pretrained(tmp_path)
+    same = one_object(models.generate(*base, "--generation-config", str(tmp_path)))
+    assert free["ids"] != penalised["ids"] == same["ids"]
+    text = free["text"]
+    stop = next(text[i : i + 2] for i in range(2, len(text)) if "\ufffd" not in text[i : i + 2])
+    stopped = one_object(models.generate(*base, "--stop", stop))
+    assert free["ids"][: len(stopped["ids"])] == stopped["ids"]
+    assert stopped["stats"]["stop_reason"] == "stop string"
+    told = one_object(models.generate(*base, "--draft-prompt", "something else"))
+    assert told["ids"] == free["ids"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
+        (["--prompt", "x", "--option", "repetition_penalty"], 2, "expected name=value"),
+        (["--prompt", "x", "--option", "temperature=0.5"], 2, "flag of its own"),
+        (["--prompt", "x", "--option", "num_beams=4"], 2, "num_beams"),
+        (["--prompt", "x", "--option", "nonsense=4"], 2, "nonsense"),
+        (["--prompt", "x", "--generation-config", "/nowhere/at/all"], 2, "not a generation config"),
         (["--prompt", ""], 2, "the prompt is empty"),
         (["--prompt", "x" * 4000], 2, "context holds 512"),
         (["--prompt", "x", "--algorithm", "magic"], 2, "unknown algorithm"),

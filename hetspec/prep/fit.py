@@ -187,6 +187,8 @@ def interval(values: np.ndarray, documents: np.ndarray, seed: int = 0) -> Interv
         return Interval(0.0, 0.0, 0.0)
     _, index = np.unique(documents, return_inverse=True)
     sums, sizes = np.bincount(index, values), np.bincount(index)
+    if len(sums) < 2:  # one text does not tell how texts differ: the range of its contexts stands in
+        return Interval(float(values.mean()), float(values.min()), float(values.max()))
     picks = np.random.default_rng(seed).integers(0, len(sums), (RESAMPLES, len(sums)))
     means = sums[picks].sum(1) / sizes[picks].sum(1)
     low, high = np.quantile(means, [0.025, 0.975])
