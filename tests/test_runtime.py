@@ -110,7 +110,7 @@ def test_greedy_equals_transformers(kinds):
     pair = TinyPair(*kinds)
     engine = pair.engine()
     runs = [("none", 0), ("slem", 1), ("slem", 5), ("tli", 1), ("tli", 5), ("slrs", 1), ("slrs", 5)]
-    for prompt in PROMPTS[2:]:
+    for prompt in PROMPTS[3:7]:
         ids = pair.target_tokenizer.encode(prompt).ids
         expected = plain(pair.target, ids, 30)
         for algorithm, k in runs:
@@ -342,6 +342,8 @@ def test_swapped_sides_are_refused(tiny):
     [
         ({"num_beams": 4}, "num_beams"),
         ({"num_return_sequences": 2}, "num_return_sequences"),
+        ({"num_assistant_tokens": 3}, "num_assistant_tokens"),
+        ({"assistant_confidence_threshold": 0.1}, "assistant_confidence_threshold"),
         ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens"),
         ({"penalty_alpha": 0.6}, "penalty_alpha"),
         ({"dola_layers": "high"}, "dola_layers"),

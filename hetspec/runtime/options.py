@@ -66,13 +66,6 @@ WITHOUT_EFFECT = frozenset(
         "cache_config",
         "return_dict_in_generate",
         "is_assistant",
-        "num_assistant_tokens",
-        "num_assistant_tokens_schedule",
-        "assistant_confidence_threshold",
-        "assistant_lookbehind",
-        "target_lookbehind",
-        "assistant_early_exit",
-        "max_matching_ngram_size",
         "disable_compile",
         "compile_config",
         "low_memory",
@@ -171,9 +164,11 @@ def from_generation_config(config: Any, overrides: dict[str, Any], defaults: Any
     for name, value in set_.items():
         if name in HONOURED or name in PROCESSED or name in COUNTED or name in WITHOUT_EFFECT:
             continue
+        hint = f"Leave it out, or pass {name}={neutral.get(name)!r}."
+        if "assistant" in name:
+            hint = "hetspec's own argument for the draft length is num_draft_tokens."
         raise InvalidInput(
-            f"the generation option {name}={value!r} is not supported and is not ignored either.",
-            f"Leave it out, or pass {name}={neutral.get(name)!r}.",
+            f"the generation option {name}={value!r} is not supported and is not ignored either.", hint
         )
     if not values.get("do_sample"):
         asked = [f"{n}={overrides[n]!r}" for n in SAMPLING if overrides.get(n) is not None]
