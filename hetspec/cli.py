@@ -16,6 +16,7 @@ import typer
 import hetspec.cli_predict
 import hetspec.cli_prep
 import hetspec.cli_tune  # noqa: F401 - each registers its commands with prep_app
+from hetspec.cli_bench import bench
 from hetspec.console import (
     DrafterModel,
     Dtype,
@@ -201,6 +202,9 @@ def generate(
         )
         if stats.choice:
             say(f"auto picked {stats.choice}")
+
+
+app.command("bench")(bench)
 
 
 @app.command("audit")

@@ -61,6 +61,7 @@ METRICS = {
     "speed/ratio_to_plain": "median over prompts of tokens/s against plain decoding",
     "accept/drafter_forwards_per_candidate": "drafter forwards spent on each candidate",
     "speed/align_frac": "share of the time spent between the two tokenizers",
+    "speed/efficiency_frac": "share of the time spent inside the two models",
     "cost/build_seconds": "time of the build, tokenizer loading excluded",
     "cost/calibration_seconds": "time of running the models over the calibration text",
     "cost/calibration_memory_bytes": "peak resident memory on top of the loaded models",
@@ -108,6 +109,7 @@ BENCH_METRICS = {
     "speed/ratio_to_plain": "ratio_to_plain",
     "accept/drafter_forwards_per_candidate": "drafter_forwards_per_candidate",
     "speed/align_frac": "align_share",
+    "speed/efficiency_frac": "efficiency",
 }
 
 

@@ -35,7 +35,9 @@ MAY_IMPORT = {
     "cli_prep": FOUNDATION | {"console", "artifact", "sources", "packaged", "runtime", "prep", "tracking"},
     "cli_tune": FOUNDATION | {"console", "cli_prep", "parts", "artifact", "sources", "prep", "tracking"},
     "cli_predict": FOUNDATION | {"console", "artifact", "sources", "runtime", "prep", "tracking"},
-    "cli": FOUNDATION | {"console", "cli_prep", "cli_tune", "cli_predict", "runtime", "demo"},
+    "prompts": {"sources"},
+    "cli_bench": FOUNDATION | {"console", "prompts", "runtime", "tracking"},
+    "cli": FOUNDATION | {"console", "cli_bench", "cli_prep", "cli_tune", "cli_predict", "runtime", "demo"},
 }
 # Inside the runtime: the mathematics knows nothing of the loop, the loop nothing of the user's API.
 RUNTIME_MAY_NOT_IMPORT = {
@@ -44,7 +46,10 @@ RUNTIME_MAY_NOT_IMPORT = {
     "algorithms": {"decode", "generate", "models"},
     "models": {"algorithms", "decode", "generate"},
     "context": {"algorithms", "decode", "generate"},
-    "decode": {"generate"},
+    "processors": {"algorithms", "decode", "generate", "hf"},
+    "batch": {"algorithms", "decode", "generate", "hf"},
+    "decode": {"generate", "hf"},
+    "generate": {"hf"},
 }
 
 
@@ -93,7 +98,7 @@ def test_a_wrong_import_would_be_seen() -> None:
     ("library", "home"),
     [
         ("mlflow", {"tracking"}),
-        ("typer", {"cli", "cli_prep", "cli_tune", "cli_predict", "console"}),
+        ("typer", {"cli", "cli_bench", "cli_prep", "cli_tune", "cli_predict", "console"}),
         ("matplotlib", {"prep.report"}),
     ],
 )

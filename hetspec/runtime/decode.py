@@ -81,6 +81,12 @@ class DecodeStats:
         return self.new_tokens / self.total_seconds if self.total_seconds else 0.0
 
     @property
+    def efficiency(self) -> float:
+        """Share of the time spent inside the two models: measured speed against what the models' times allow."""
+        models = self.seconds["target"] + self.seconds["drafter"]
+        return models / self.total_seconds if self.total_seconds else 0.0
+
+    @property
     def acceptance_by_position(self) -> list[float]:
         """Share accepted at each place, given that all before were."""
         return [a / p for a, p in zip(self.accepted_by_position, self.proposed_by_position, strict=True) if p]
@@ -115,6 +121,7 @@ class DecodeStats:
             "unspelled_bytes": self.unspelled_bytes,
             "seconds": {**self.seconds, "total": self.total_seconds},
             "tokens_per_second": self.tokens_per_second,
+            "efficiency": self.efficiency,
             "stop_reason": self.stop_reason,
             "choice": self.choice,
         }
