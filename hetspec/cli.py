@@ -107,6 +107,9 @@ def generate(
     full_head: Annotated[
         bool, typer.Option("--full-head", help="Do not use the pair's pruned head.")
     ] = False,
+    draft_int8: Annotated[
+        bool, typer.Option("--draft-int8", help="The drafter reads int8 copies of its weights.")
+    ] = False,
     num_draft_tokens: Annotated[str, typer.Option(help="Draft length, or auto.")] = "auto",
     temperature: Annotated[float, typer.Option(help="0 decodes greedily.")] = 0.0,
     top_k: Annotated[int, typer.Option(help="0 is off.")] = 0,
@@ -160,6 +163,7 @@ def generate(
         draft_device=draft_device or device,
         dtype=dtype,
         full_head=full_head,
+        draft_int8=draft_int8,
         say=say,
     )
     inputs: Any = [{"role": "user", "content": text}] if chat else text

@@ -58,6 +58,9 @@ def bench(
     full_head: Annotated[
         bool, typer.Option("--full-head", help="Do not use the pair's pruned head.")
     ] = False,
+    draft_int8: Annotated[
+        bool, typer.Option("--draft-int8", help="The drafter reads int8 copies of its weights.")
+    ] = False,
     seed: Annotated[int, typer.Option(help="Of the first prompt.")] = 0,
     target: TargetModel = "",
     drafter: DrafterModel = "",
@@ -93,7 +96,15 @@ def bench(
         tracking_uri,
         prefer="kernel-",
     )
-    engine = load_engine(artifact, target=target, drafter=drafter, dtype=dtype, full_head=full_head, say=say)
+    engine = load_engine(
+        artifact,
+        target=target,
+        drafter=drafter,
+        dtype=dtype,
+        full_head=full_head,
+        draft_int8=draft_int8,
+        say=say,
+    )
     race = Race(collections, tuple(contestants), temperature, max_new_tokens, seed)
     total = len(contestants) * sum(map(len, collections.values()))
     with progress_bar(total, "runs", silent=silent) as progress:

@@ -128,6 +128,7 @@ def load_engine(
     draft_device: str = "cpu",
     dtype: str = "bfloat16",
     full_head: bool = False,
+    draft_int8: bool = False,
     say: Callable[[str], None] = lambda _: None,
 ) -> Engine:
     """Loads the models of a pair and makes them ready to generate."""
@@ -156,6 +157,7 @@ def load_engine(
         target_tokenizer=load_tokenizer(target, revision=target_at),
         drafter_tokenizer=load_tokenizer(drafter, revision=drafter_at) if with_drafter else None,
         full_head=full_head,
+        draft_int8=draft_int8,
     )
 
 

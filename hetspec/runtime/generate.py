@@ -110,6 +110,7 @@ class Engine:
         pair: the artifact of the two tokenizers; None allows only "none".
         target_tokenizer, drafter_tokenizer: by default those recorded in the pair.
         full_head: compute the drafter's whole LM head even if the pair has a pruned one.
+        draft_int8: let the drafter read int8 copies of its weights (bfloat16 on the CPU).
 
     Raises:
         StaleArtifact: the pair was built for other tokenizers.
@@ -125,6 +126,7 @@ class Engine:
         target_tokenizer: Any = None,
         drafter_tokenizer: Any = None,
         full_head: bool = False,
+        draft_int8: bool = False,
     ) -> None:
         if pair is None and target_tokenizer is None:
             raise InvalidInput("no pair and no target_tokenizer given.", "Pass pair=hetspec.load_pair(…).")
@@ -142,7 +144,7 @@ class Engine:
         if drafter is not None:
             assert pair is not None
             head = None if full_head or pair.head is None else pair.head.kept
-            self.drafter = make_side(drafter, drafter_tokenizer, pair.drafter, "drafter", head)
+            self.drafter = make_side(drafter, drafter_tokenizer, pair.drafter, "drafter", head, draft_int8)
         self._check()
 
     def _check(self) -> None:
@@ -634,9 +636,10 @@ def engine_of(
     target_tokenizer: Any,
     drafter_tokenizer: Any,
     full_head: bool,
+    draft_int8: bool,
 ) -> Engine:
     """An engine for these very objects, made once and kept while it is among the last ones used."""
-    key = (target, drafter, pair, target_tokenizer, drafter_tokenizer, full_head)
+    key = (target, drafter, pair, target_tokenizer, drafter_tokenizer, full_head, draft_int8)
     for known, engine in _ENGINES:
         if all(a is b for a, b in zip(known, key, strict=True)):
             return engine
@@ -647,6 +650,7 @@ def engine_of(
         target_tokenizer=target_tokenizer,
         drafter_tokenizer=drafter_tokenizer,
         full_head=full_head,
+        draft_int8=draft_int8,
     )
     _ENGINES.append((key, engine))
     del _ENGINES[:-_KEPT_ENGINES]
@@ -662,6 +666,7 @@ def generate(
     target_tokenizer: Any = None,
     drafter_tokenizer: Any = None,
     full_head: bool = False,
+    draft_int8: bool = False,
     **options: Any,
 ) -> GenerateOutput:
     """Generates from the target, losslessly, with the help of a drafter.
@@ -673,14 +678,15 @@ def generate(
         pair: the pair artifact (`hetspec.load_pair`).
         target_tokenizer, drafter_tokenizer: by default those recorded in the pair; always checked.
         full_head: compute the drafter's whole LM head even if the pair has a pruned one.
+        draft_int8: let the drafter read int8 copies of its weights (bfloat16 on the CPU).
         options: see `Engine.decoder`, plus `streamer`.
 
     Raises:
         HetspecError: one of its kinds, saying what was found and what to do.
     """
-    return engine_of(target, drafter, pair, target_tokenizer, drafter_tokenizer, full_head).generate(
-        inputs, **options
-    )
+    return engine_of(
+        target, drafter, pair, target_tokenizer, drafter_tokenizer, full_head, draft_int8
+    ).generate(inputs, **options)
 
 
 def generate_batch(
@@ -692,12 +698,13 @@ def generate_batch(
     target_tokenizer: Any = None,
     drafter_tokenizer: Any = None,
     full_head: bool = False,
+    draft_int8: bool = False,
     **options: Any,
 ) -> list[GenerateOutput]:
     """`generate` for several prompts at once; see `Engine.generate_batch`."""
-    return engine_of(target, drafter, pair, target_tokenizer, drafter_tokenizer, full_head).generate_batch(
-        inputs, **options
-    )
+    return engine_of(
+        target, drafter, pair, target_tokenizer, drafter_tokenizer, full_head, draft_int8
+    ).generate_batch(inputs, **options)
 
 
 def stream(
@@ -709,9 +716,10 @@ def stream(
     target_tokenizer: Any = None,
     drafter_tokenizer: Any = None,
     full_head: bool = False,
+    draft_int8: bool = False,
     **options: Any,
 ) -> Iterator[Chunk]:
     """`generate` as an iterator of steps."""
-    return engine_of(target, drafter, pair, target_tokenizer, drafter_tokenizer, full_head).stream(
-        inputs, **options
-    )
+    return engine_of(
+        target, drafter, pair, target_tokenizer, drafter_tokenizer, full_head, draft_int8
+    ).stream(inputs, **options)

@@ -44,6 +44,7 @@ def hf_generate(
     target_tokenizer: Any = None,
     drafter_tokenizer: Any = None,
     full_head: bool = False,
+    draft_int8: bool = False,
     algorithm: str = "auto",
     num_draft_tokens: int | str = "auto",
     slrs_form: str = "lookahead",
@@ -70,8 +71,8 @@ def hf_generate(
         pair: the pair artifact; required with a drafter.
         drafter: the model that proposes.
         target_tokenizer, drafter_tokenizer: by default those recorded in the pair.
-        full_head, algorithm, num_draft_tokens, slrs_form, prior, verify, seed, generator, draft_temperature,
-            draft_top_k, draft_top_p, drafter_inputs: see `hetspec.Engine`.
+        full_head, draft_int8, algorithm, num_draft_tokens, slrs_form, prior, verify, seed, generator,
+            draft_temperature, draft_top_k, draft_top_p, drafter_inputs: see `hetspec.Engine`.
         token_streamer: gets the prompt and every committed token. (`streamer` works too.)
         model_kwargs: what else transformers would pass to the forward.
 
@@ -106,7 +107,7 @@ def hf_generate(
     streamer = token_streamer or streamer or _callers_streamer()
     if streamer is not None and len(prompts) > 1:
         raise InvalidInput(f"a streamer and {len(prompts)} texts.", "Stream one text at a time.")
-    engine = engine_of(model, drafter, pair, target_tokenizer, drafter_tokenizer, full_head)
+    engine = engine_of(model, drafter, pair, target_tokenizer, drafter_tokenizer, full_head, draft_int8)
     processors, warping = split_warpers(logits_processor)
     decoders = []
     for row, prompt in enumerate(prompts):

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from hetspec.errors import HetspecError, StaleArtifact, UnsupportedModel
+from hetspec.runtime.quantise import int8_view
 
 
 class Row(Protocol):
@@ -50,12 +51,13 @@ class CachedModel:
     Args:
         model: a decoder-only model; neither it nor its configuration is changed.
         kept: int[h], rows of the LM head to compute; all others have no probability. None for all.
+        int8: read int8 copies of the weights (`quantise.int8_view`).
 
     Raises:
         UnsupportedModel: the model is encoder-decoder, its state cannot be cropped, or its head not pruned.
     """
 
-    def __init__(self, model: Any, kept: np.ndarray | None = None) -> None:
+    def __init__(self, model: Any, kept: np.ndarray | None = None, *, int8: bool = False) -> None:
         config = model.config.get_text_config()
         name = getattr(model.config, "_name_or_path", "") or type(model).__name__
         if getattr(model.config, "is_encoder_decoder", False):
@@ -85,6 +87,8 @@ class CachedModel:
         self.device = model.device
         self.kept = None if kept is None else torch.from_numpy(kept.astype(np.int64))
         self.reader = model if self.kept is None else with_pruned_head(model, self.kept)
+        if int8:
+            self.reader = int8_view(self.reader)
         if model not in _PROBED:
             self._probe()
             _PROBED.add(model)
@@ -153,13 +157,11 @@ class CachedModel:
     @property
     def weight_bytes(self) -> int:
         """Bytes of weights a forward of one token reads; what a step costs on a memory-bound machine."""
-        whole = sum(
-            p.numel() * p.element_size() for p in self.model.state_dict().values() if isinstance(p, Tensor)
-        )
-        if self.kept is None:
-            return max(1, whole)
-        head = self.model.get_output_embeddings().weight
-        return int(whole - (self.rows - len(self.kept)) * head.shape[1] * head.element_size())
+        tensors = (*self.reader.parameters(), *self.reader.buffers())
+        whole = sum(t.numel() * t.element_size() for t in tensors)
+        embedding = self.model.get_input_embeddings().weight
+        tied = getattr(self.reader.get_output_embeddings(), "weight", None) is embedding
+        return int(whole if tied else whole - embedding.numel() * embedding.element_size())
 
     def new_row(self) -> ModelRow:
         """A fresh, empty sequence."""

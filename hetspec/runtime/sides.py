@@ -27,6 +27,7 @@ class Side:
         name: for messages.
         eos_ids, turn_end_ids: as recorded in the pair.
         kept: rows of the model's LM head to compute; None for all.
+        int8: read int8 copies of the model's weights.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class Side:
         eos_ids: tuple[int, ...],
         turn_end_ids: tuple[int, ...],
         kept: np.ndarray | None = None,
+        int8: bool = False,
     ) -> None:
         self.tokenizer = tokenizer
         self.backend = getattr(tokenizer, "backend_tokenizer", None) or getattr(
@@ -48,7 +50,7 @@ class Side:
                 f"{type(tokenizer).__name__} of {name} is not a fast tokenizer.",
                 "Load it with AutoTokenizer and a tokenizer.json.",
             )
-        self.model = None if model is None else CachedModel(model, kept)
+        self.model = None if model is None else CachedModel(model, kept, int8=int8)
         self._recorded = (name, eos_ids, turn_end_ids)
         self._stamp: tuple[Any, ...] | None = None
         self.refresh()
@@ -109,7 +111,14 @@ class Side:
         return list(self.whole.encode(rendered, add_special_tokens=False).ids)
 
 
-def make_side(model: Any, tokenizer: Any, identity: Any, role: str, kept: np.ndarray | None = None) -> Side:
+def make_side(
+    model: Any,
+    tokenizer: Any,
+    identity: Any,
+    role: str,
+    kept: np.ndarray | None = None,
+    int8: bool = False,
+) -> Side:
     """A side from what the user gave, or from what the pair recorded."""
     if tokenizer is None:
         from hetspec.sources import hub_commit, load_tokenizer
@@ -118,7 +127,7 @@ def make_side(model: Any, tokenizer: Any, identity: Any, role: str, kept: np.nda
     name = identity.name if identity is not None else role
     eos_ids = identity.eos_ids if identity is not None else ()
     turn_end_ids = identity.turn_end_ids if identity is not None else ()
-    return Side(tokenizer, model, name=name, eos_ids=eos_ids, turn_end_ids=turn_end_ids, kept=kept)
+    return Side(tokenizer, model, name=name, eos_ids=eos_ids, turn_end_ids=turn_end_ids, kept=kept, int8=int8)
 
 
 def first_bytes(text: bytes, target_adds: bool, drafter_adds: bool) -> bytes:
