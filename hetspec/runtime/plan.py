@@ -10,8 +10,11 @@ from typing import Protocol
 
 LONGEST = 16
 PRIOR_ACCEPTANCE, PRIOR_COUNT = 0.6, 8.0  # what is assumed before anything was seen, and its weight
+POSITION_COUNT = 8.0  # weight of the mean acceptance in that of each position
 FORGET = 0.95  # weight kept by the past at each step
-PROBE_EVERY = 16  # plain steps between two looks at whether drafting has begun to pay
+# Plain steps between two looks at whether drafting pays; doubled while it does not.
+FIRST_PROBE, LAST_PROBE = 16, 64
+PROBE_FORGET = 0.7  # the past counts less at a look: many steps lie between two
 
 
 @dataclass(frozen=True)
@@ -67,10 +70,11 @@ class FixedLength:
 
 
 class AutoLength:
-    """Maximises predicted tokens per second from a running acceptance and a running cost.
+    """Maximises predicted tokens per second from a running acceptance of each position and running costs.
 
-    Expected tokens of a step with draft length n and acceptance a are `(1 − a^{n+1})/(1 − a)`, its cost
-    `n·f·c + 1` target steps (ALGORITHMS §8 with v(n) = 1).
+    Expected tokens of a step with draft length n are `1 + Σ_i Π_{j≤i} a_j`, its cost `n·f·c + v(n)` target steps
+    (ALGORITHMS §8), with `v(n) = 1 + n·b` from a running regression of the target's times. Where no length beats plain
+    decoding it decodes plainly, and looks again after 16 steps, 32, then every 64
 
     Args:
         cost: c, a drafter forward in target steps, as declared (ratio of the weights read).
@@ -81,41 +85,95 @@ class AutoLength:
 
     def __init__(self, cost: float, measure: bool) -> None:
         self.cost, self.measure = cost, measure
-        self.accepted = PRIOR_ACCEPTANCE * PRIOR_COUNT
-        self.judged = PRIOR_COUNT
-        self.proposed = 0.0  # candidates, and what they and the target's passes took, older steps fading
+        self.accepted = [0.0] * LONGEST  # by position, older steps fading
+        self.judged = [0.0] * LONGEST
+        self.proposed = 0.0  # candidates, and what they took
         self.drafting = 0.0
-        self.passes = 0.0
-        self.passing = 0.0
-        self.plain_steps = 0
+        self.passes = _Line()
+        self.plain_steps, self.patience = 0, FIRST_PROBE
 
     def choose(self) -> int:
         """The best length for the present estimates."""
-        a = min(self.accepted / self.judged, 0.99)
-        cost = self._cost_per_candidate()
-        best = max(range(LONGEST + 1), key=lambda n: ((1 - a ** (n + 1)) / (1 - a)) / (n * cost + 1))
-        if best == 0:
-            self.plain_steps += 1
-            return 1 if self.plain_steps % PROBE_EVERY == 0 else 0
-        return best
+        best = max(range(LONGEST + 1), key=self.rate)
+        if best:
+            self.patience = FIRST_PROBE
+            return best
+        if self._hopeless:
+            return 0
+        self.plain_steps += 1
+        if self.plain_steps < self.patience:
+            return 0
+        self.plain_steps, self.patience = 0, min(2 * self.patience, LAST_PROBE)
+        return 1
+
+    def rate(self, n: int) -> float:
+        """Expected tokens per target step's time with draft length n."""
+        tokens, kept = 1.0, 1.0
+        mean = self._mean()
+        for j in range(n):
+            kept *= min((self.accepted[j] + POSITION_COUNT * mean) / (self.judged[j] + POSITION_COUNT), 0.99)
+            tokens += kept
+        return tokens / (n * self._cost_per_candidate() + 1 + n * self.passes.slope_share)
+
+    @property
+    def _hopeless(self) -> bool:
+        """Whether not even a draft that is always right would pay, so that looking again is of no use."""
+        return self._cost_per_candidate() >= 1
+
+    def _mean(self) -> float:
+        return (sum(self.accepted) + PRIOR_ACCEPTANCE * PRIOR_COUNT) / (sum(self.judged) + PRIOR_COUNT)
 
     def _cost_per_candidate(self) -> float:
         """f·c: drafting time of one candidate in target passes."""
-        if self.proposed < 4 or self.passing <= 0:
+        if self.proposed < 4 or self.passes.base <= 0:
             return self.cost
-        return (self.drafting / self.proposed) / (self.passing / self.passes)
+        return (self.drafting / self.proposed) / self.passes.base
 
     def observe(self, step: Step) -> None:
         """Updates acceptance and costs; a first step, which reads the prompts, has no usable times."""
         if step.proposed:
-            self.accepted = self.accepted * FORGET + step.accepted
-            self.judged = self.judged * FORGET + min(step.accepted + 1, step.proposed)
+            keep = FORGET if self.patience == FIRST_PROBE else PROBE_FORGET
+            for j in range(min(step.accepted + 1, step.proposed, LONGEST)):
+                self.accepted[j] = self.accepted[j] * keep + (j < step.accepted)
+                self.judged[j] = self.judged[j] * keep + 1
         if step.first:
             return
         drafting, passing = step.drafter_forwards * self.cost, 1.0
         if self.measure:
             drafting, passing = step.drafter_seconds, step.target_seconds
-        self.proposed = self.proposed * FORGET + step.proposed
-        self.drafting = self.drafting * FORGET + (drafting if step.proposed else 0.0)
-        self.passes = self.passes * FORGET + 1
-        self.passing = self.passing * FORGET + passing
+        if step.proposed:
+            self.proposed = self.proposed * FORGET + step.proposed
+            self.drafting = self.drafting * FORGET + drafting
+        self.passes.add(step.proposed, passing)
+
+
+class _Line:
+    """A running straight line `base + slope·n`, older points fading."""
+
+    def __init__(self) -> None:
+        self.count = self.n = self.nn = self.t = self.nt = 0.0
+
+    def add(self, n: int, t: float) -> None:
+        """One more point."""
+        for name, value in (("count", 1.0), ("n", n), ("nn", n * n), ("t", t), ("nt", n * t)):
+            setattr(self, name, getattr(self, name) * FORGET + value)
+
+    @property
+    def _slope(self) -> float:
+        spread = self.count * self.nn - self.n**2
+        if self.count < 4 or spread < self.count**2 / 4:  # all lengths nearly the same: nothing can be told
+            return 0.0
+        return max(0.0, (self.count * self.nt - self.n * self.t) / spread)
+
+    @property
+    def base(self) -> float:
+        """The value at n = 0."""
+        if not self.count:
+            return 0.0
+        mean = self.t / self.count
+        return max(mean - self._slope * self.n / self.count, mean / 4)
+
+    @property
+    def slope_share(self) -> float:
+        """The slope over the base."""
+        return self._slope / self.base if self.base > 0 else 0.0

@@ -1,0 +1,91 @@
+"""The automatic draft length: the best one for what was seen, and no price where drafting cannot pay."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from hetspec.runtime.plan import LONGEST, AutoLength, Step
+
+
+class World:
+    """Steps with known acceptances by position and known costs, in target steps."""
+
+    def __init__(self, acceptances, c, slope=0.0, seed=0, noise=0.1):
+        self.acceptances, self.c, self.slope, self.noise = acceptances, c, slope, noise
+        self.random = np.random.default_rng(seed)
+
+    def step(self, n, first=False):
+        accepted = 0
+        while (
+            accepted < n and self.random.random() < self.acceptances[min(accepted, len(self.acceptances) - 1)]
+        ):
+            accepted += 1
+        jitter = lambda: float(np.exp(self.noise * self.random.normal()))  # noqa: E731
+        target, drafter = (1 + self.slope * n) * jitter(), n * self.c * jitter()
+        return Step(first, True, n, accepted, target + drafter, target, drafter, n)
+
+    def rate(self, n):
+        kept = np.cumprod([self.acceptances[min(j, len(self.acceptances) - 1)] for j in range(n)])
+        return (1 + kept.sum()) / (1 + n * (self.c + self.slope))
+
+    def best(self):
+        return max(self.rate(n) for n in range(LONGEST + 1))
+
+
+def play(world, plan, steps):
+    tokens = cost = 0.0
+    for i in range(steps):
+        step = world.step(plan.choose(), first=i == 0)
+        plan.observe(step)
+        tokens, cost = tokens + step.accepted + 1, cost + step.seconds
+    return tokens / cost
+
+
+@pytest.mark.parametrize(
+    "world",
+    [
+        World([0.9], 0.1),
+        World([0.5], 0.1),
+        World([0.8], 0.3, slope=0.05),
+        World([0.95, 0.5, 0.2], 0.15),  # a drafter that is good for one token only
+        World([0.3], 0.2),
+        World([0.7], 0.05, slope=0.2),
+    ],
+)
+@pytest.mark.parametrize("measure", [True, False])
+def test_it_comes_near_the_best_fixed_length(world, measure):
+    if not measure:  # declared costs know nothing of the slope
+        world = World(world.acceptances, world.c)
+    rates = [play(world, AutoLength(world.c if not measure else 0.25, measure), 600) for _ in range(3)]
+    assert np.mean(rates) > 0.93 * world.best()
+
+
+@pytest.mark.parametrize("declared", [0.3, 0.9, 1.3])
+@pytest.mark.parametrize("acceptance", [0.05, 0.5])
+def test_a_pair_that_cannot_win_costs_next_to_nothing(declared, acceptance):
+    """Also where the declared cost promised much."""
+    world = World([acceptance], max(declared, 0.9))
+    assert play(world, AutoLength(declared, measure=True), 500) > 0.97
+
+
+def test_it_drafts_again_when_the_text_becomes_easy():
+    plan = AutoLength(0.4, measure=True)
+    assert play(World([0.1], 0.4), plan, 300) > 0.95
+    easy = World([0.95], 0.4)
+    play(easy, plan, 900)
+    assert play(easy, plan, 200) > 0.9 * easy.best()
+
+
+def test_the_length_is_known_before_the_step_and_repeats():
+    """Nothing but finished steps goes in: the same steps give the same lengths."""
+    lengths = []
+    for _ in range(2):
+        plan, world = AutoLength(0.2, measure=False), World([0.7], 0.2, seed=5)
+        own = []
+        for i in range(60):
+            own.append(plan.choose())
+            plan.observe(world.step(own[-1], first=i == 0))
+        lengths.append(own)
+    assert lengths[0] == lengths[1]
+    assert len(set(lengths[0])) > 1
