@@ -300,6 +300,13 @@ def test_custom_generate_honours_processors_criteria_and_refuses_the_rest(tiny, 
     ):
         with pytest.raises(InvalidInput, match=message):
             tiny.target.generate(ids, **options, **bad, **extras)
+    padded = torch.cat([ids, ids[:, :1]], 1)
+    mask = torch.ones_like(padded)
+    mask[:, -1] = 0
+    with pytest.raises(InvalidInput, match="padded on the right"):
+        tiny.target.generate(padded, attention_mask=mask, **options, **extras)
+    with pytest.raises(InvalidInput, match="context holds 512"):
+        tiny.target.generate(ids.repeat(1, 200), **options, **extras)
     used = tiny.target(ids, use_cache=True).past_key_values
     with pytest.raises(InvalidInput, match="already holds tokens"):
         tiny.target.generate(torch.cat([ids, ids], 1), past_key_values=used, **options, **extras)

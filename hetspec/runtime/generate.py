@@ -288,7 +288,8 @@ class Engine:
         assert self.target.model is not None
         own = self.target.model.model.generation_config
         options = from_generation_config(_config(generation_config, own), overrides, own)
-        prompt = self._prompt_ids(inputs)
+        prompt = read_prompt(inputs, self.target)
+        self._check_prompt(prompt)
         limit = options.new_tokens(len(prompt))
         if limit < 1:
             raise InvalidInput(
@@ -355,6 +356,7 @@ class Engine:
             joint: whether the rows' forwards are to be read together with those of other decodings.
         """
         assert self.target.model is not None
+        self._check_prompt(prompt)
         if joint and not task.processing.stateless:
             raise InvalidInput(
                 "a logits processor that may keep a state cannot serve several prompts at once.",
@@ -504,10 +506,9 @@ class Engine:
             return FixedLength(0)
         return AutoLength(self._declared_cost, measure=not seeded)
 
-    def _prompt_ids(self, inputs: Any) -> list[int]:
-        """The target's ids of a prompt, checked against the model."""
+    def _check_prompt(self, ids: list[int]) -> None:
+        """Whether the target can read these ids and go on."""
         assert self.target.model is not None
-        ids = read_prompt(inputs, self.target)
         if not ids:
             raise InvalidInput(
                 "the prompt is empty and the target has no beginning-of-text token.",
@@ -525,7 +526,6 @@ class Engine:
                 f"the prompt has {len(ids):,} tokens but the target's context holds {longest:,}.",
                 "Shorten the prompt.",
             )
-        return ids
 
     def _context(self, row: Row, chat: Any, drafter_inputs: Any, prompt: list[int]) -> DrafterContext:
         """The drafter's row, holding the prompt in the drafter's own tokens."""

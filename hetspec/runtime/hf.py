@@ -102,6 +102,8 @@ def hf_generate(
     )
     mask = model_kwargs.get("attention_mask")
     prompts = unpadded(input_ids, torch.ones_like(input_ids) if mask is None else mask)
+    if mask is not None and not bool(mask[:, -1].all()):
+        raise InvalidInput("prompts are padded on the right.", "Use a tokenizer with padding_side='left'.")
     if token_streamer is not None:
         token_streamer.put(input_ids.cpu())
     streamer = token_streamer or streamer or _callers_streamer()
