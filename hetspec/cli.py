@@ -253,8 +253,10 @@ def audit(
             progress=progress,
         )
     first, scored = [], []
+    open_ended = audits.least_certain(engine, chosen, 2, temperature) if samples else []
     for name in names:
-        for number, prompt in enumerate(chosen[:2] if samples else []):
+        for number in open_ended:
+            prompt = chosen[number]
             say(f"first tokens of {name}, prompt {number + 1}")
             first.append(
                 audits.audit_first_token(

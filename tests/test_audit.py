@@ -109,3 +109,11 @@ def test_the_chi_square_is_scipys():
     assert (degrees, p_value) == (3, pytest.approx(expected.pvalue))
     rare = torch.tensor([0.9, 0.0995, 0.0005], dtype=torch.float64)
     assert audit.chi_square({0: 900, 1: 99, 2: 1}, rare)[1] == 1  # too rare for a cell
+
+
+def test_the_least_certain_prompts_are_looked_at(engine):
+    prompts = ["x = 1", "class A:", "def f(x):", " " * 9]
+    rows = [engine.target.model.new_row().forward(engine.decoder(p).ids, keep=1)[0] for p in prompts]
+    entropies = [float(torch.distributions.Categorical(logits=row).entropy()) for row in rows]
+    chosen = audit.least_certain(engine, prompts, 2, 1.0)
+    assert set(chosen) == set(sorted(range(4), key=lambda i: -entropies[i])[:2])

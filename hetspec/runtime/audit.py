@@ -256,6 +256,17 @@ def audit_first_token(
     return FirstToken(number, algorithm, samples, *chi_square(counts, p / p.sum()))
 
 
+def least_certain(engine: Engine, prompts: Sequence[Any], n: int, temperature: float) -> list[int]:
+    """The numbers of the n prompts after which the target's law has the most entropy: where a χ² can see most."""
+    assert engine.target.model is not None
+    entropies = []
+    for prompt in prompts:
+        ids = engine.decoder(prompt, algorithm="none", max_new_tokens=1, **plain_law(temperature)).ids
+        p = laws.law(engine.target.model.new_row().forward(ids, keep=1)[0], Warping(temperature)).double()
+        entropies.append(float(torch.special.entr(p).sum()))
+    return sorted(np.argsort(entropies)[::-1][:n].tolist())
+
+
 def chi_square(counts: dict[int, int], p: Tensor) -> tuple[float, int, float]:
     """χ² of observed counts against a law: the likeliest tokens have cells, the rest shares one.
 
