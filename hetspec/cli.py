@@ -40,32 +40,22 @@ from hetspec.errors import InvalidInput
 
 __all__ = ["app", "main", "main_prep", "prep_app"]
 
-# Options of `Engine.decoder` that are not fields of a GenerationConfig, or that have a flag.
-NOT_AN_OPTION = frozenset(
+# Options that have a flag, and what it is called where that is not their name.
+FLAGS = {
+    **dict.fromkeys(
+        ("algorithm", "slrs_form", "prior", "verify", "num_draft_tokens", "max_new_tokens", "seed")
+    ),
+    **dict.fromkeys(("temperature", "top_k", "top_p", "min_p", "generation_config")),
+    **dict.fromkeys(("draft_temperature", "draft_top_k", "draft_top_p")),
+    "do_sample": "temperature",
+    "stop_strings": "stop",
+    "drafter_inputs": "draft-prompt",
+}
+# Arguments of `Engine.decoder` that a command line cannot give.
+PYTHON_ONLY = frozenset(
     (
-        *(
-            "algorithm",
-            "slrs_form",
-            "prior",
-            "verify",
-            "num_draft_tokens",
-            "max_new_tokens",
-            "seed",
-            "generator",
-            "rng",
-        ),
-        *(
-            "temperature",
-            "top_k",
-            "top_p",
-            "min_p",
-            "do_sample",
-            "draft_temperature",
-            "draft_top_k",
-            "draft_top_p",
-        ),
-        *("generation_config", "stop_strings", "drafter_inputs", "streamer", "joint", "inputs"),
-        *("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn"),
+        *("generator", "rng", "streamer", "joint", "inputs", "logits_processor", "stopping_criteria"),
+        "prefix_allowed_tokens_fn",
     )
 )
 
@@ -103,7 +93,9 @@ def generate(
         str, typer.Option(help="lookahead (4d), first (4b) or enumerated (4a, tiny vocabularies only).")
     ] = "lookahead",
     prior: Annotated[str, typer.Option(help="Which kernel rdk uses; auto: the best held out.")] = "auto",
-    verify: Annotated[str, typer.Option(help="block or token verification.")] = "block",
+    verify: Annotated[
+        str, typer.Option(help="block or token verification; default: block, where every option allows it.")
+    ] = "",
     full_head: Annotated[
         bool, typer.Option("--full-head", help="Do not use the pair's pruned head.")
     ] = False,
@@ -111,12 +103,17 @@ def generate(
         bool, typer.Option("--draft-int8", help="The drafter reads int8 copies of its weights.")
     ] = False,
     num_draft_tokens: Annotated[str, typer.Option(help="Draft length, or auto.")] = "auto",
-    temperature: Annotated[float, typer.Option(help="0 decodes greedily.")] = 0.0,
-    top_k: Annotated[int, typer.Option(help="0 is off.")] = 0,
-    top_p: Annotated[float, typer.Option(help="1 is off.")] = 1.0,
-    min_p: Annotated[float, typer.Option(help="0 is off.")] = 0.0,
+    temperature: Annotated[
+        float | None,
+        typer.Option(help="0 decodes greedily. Default: 0, or what --generation-config says."),
+    ] = None,
+    top_k: Annotated[int | None, typer.Option(help="0 is off.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="1 is off.")] = None,
+    min_p: Annotated[float | None, typer.Option(help="0 is off.")] = None,
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same tokens.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1)] = 128,
+    max_new_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Default: 128, or what --generation-config says.")
+    ] = None,
     draft_temperature: Annotated[
         float | None, typer.Option(help="The drafter's; default: the target's.")
     ] = None,
@@ -173,16 +170,22 @@ def generate(
         "prior": prior,
         "verify": verify,
         "num_draft_tokens": draft_length,
-        "max_new_tokens": max_new_tokens,
         "seed": seed,
         "draft_temperature": draft_temperature,
         "draft_top_k": draft_top_k,
         "draft_top_p": draft_top_p,
-        **sampling(temperature, top_k, top_p, min_p),
         **_named_options(option or []),
     }
-    if generation_config is not None:
+    told = generation_config is not None  # then what no flag says is left to it
+    if told:
         options["generation_config"] = generation_config
+    if max_new_tokens is not None or not (told or "max_length" in options):
+        options["max_new_tokens"] = max_new_tokens or 128
+    if temperature is not None or not told:
+        options |= sampling(temperature or 0.0, top_k or 0, 1.0 if top_p is None else top_p, min_p or 0.0)
+    else:
+        given = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
+        options |= {name: value for name, value in given.items() if value is not None}
     if stop:
         options["stop_strings"] = stop
     if draft_prompt is not None:
@@ -352,8 +355,11 @@ def _named_options(pairs: list[str]) -> dict[str, Any]:
         name, found, value = pair.partition("=")
         if not found or not name.isidentifier():
             raise InvalidInput(f"--option is {pair!r}, expected name=value.")
-        if name in NOT_AN_OPTION:
-            raise InvalidInput(f"--option {name} has a flag of its own.", f"Use --{name.replace('_', '-')}.")
+        if name in FLAGS:
+            flag = (FLAGS[name] or name).replace("_", "-")
+            raise InvalidInput(f"--option {name} has a flag of its own.", f"Use --{flag}.")
+        if name in PYTHON_ONLY:
+            raise InvalidInput(f"--option {name} can only be given in Python.", "Use hetspec.generate.")
         try:
             options[name] = json.loads(value)
         except ValueError:

@@ -94,6 +94,7 @@ def test_the_target_is_read_once_for_all_rows(tiny):
         batches.append(kwargs["input_ids"].shape[0])
         return honest(*args, **kwargs)
 
+    assert engine.target.model.joins  # tried before anything is counted
     engine.target.model.reader = spy
     outs = engine.generate_batch(
         PROMPTS[:4], algorithm="tli", num_draft_tokens=3, max_new_tokens=20, eos_token_id=[]
@@ -308,7 +309,7 @@ def test_custom_generate_honours_processors_criteria_and_refuses_the_rest(tiny, 
     with pytest.raises(InvalidInput, match="context holds 512"):
         tiny.target.generate(ids.repeat(1, 200), **options, **extras)
     used = tiny.target(ids, use_cache=True).past_key_values
-    with pytest.raises(InvalidInput, match="already holds tokens"):
+    with pytest.raises(InvalidInput, match="a cache was given"):
         tiny.target.generate(torch.cat([ids, ids], 1), past_key_values=used, **options, **extras)
 
 

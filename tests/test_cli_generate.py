@@ -155,6 +155,17 @@ def test_options_of_the_generation_config(models, tmp_path):
     stopped = one_object(models.generate(*base, "--stop", stop))
     assert free["ids"][: len(stopped["ids"])] == stopped["ids"]
     assert stopped["stats"]["stop_reason"] == "stop string"
+    transformers.GenerationConfig(
+        do_sample=True, temperature=0.7, max_new_tokens=5, eos_token_id=419
+    ).save_pretrained(tmp_path / "sampled")
+    own = ["--prompt", PROMPT, "--algorithm", "slem", "--seed", "1", "--json"]
+    sampled = one_object(models.generate(*own, "--generation-config", str(tmp_path / "sampled")))
+    assert len(sampled["ids"]) == 5
+    assert sampled["ids"] != free["ids"][:5]
+    short = one_object(models.generate(*own, "--option", "max_length=20"))
+    assert len(short["ids"]) < 20
+    guided = one_object(models.generate(*own, "--option", "guidance_scale=1.5", "--max-new-tokens", "4"))
+    assert len(guided["ids"]) == 4
     told = one_object(models.generate(*base, "--draft-prompt", "something else"))
     assert told["ids"] == free["ids"]
 
@@ -164,6 +175,8 @@ def test_options_of_the_generation_config(models, tmp_path):
     [
         (["--prompt", "x", "--option", "repetition_penalty"], 2, "expected name=value"),
         (["--prompt", "x", "--option", "temperature=0.5"], 2, "flag of its own"),
+        (["--prompt", "x", "--option", "stop_strings=x"], 2, "flag of its own"),
+        (["--prompt", "x", "--option", "streamer=1"], 2, "only be given in Python"),
         (["--prompt", "x", "--option", "num_beams=4"], 2, "num_beams"),
         (["--prompt", "x", "--option", "nonsense=4"], 2, "nonsense"),
         (["--prompt", "x", "--generation-config", "/nowhere/at/all"], 2, "not a generation config"),

@@ -62,11 +62,16 @@ class Lane(threading.Thread):
 
 
 class JointRow(ModelRow):
-    """A row whose forwards are read together with those of the other lanes."""
+    """A row whose forwards are read together with those of the other lanes.
 
-    def __init__(self, model: CachedModel) -> None:
+    Args:
+        model: of the row.
+        first: whether its model goes before others that are waited for, as a drafter's does.
+    """
+
+    def __init__(self, model: CachedModel, *, first: bool = False) -> None:
         super().__init__(model)
-        self.model = model
+        self.model, self.first = model, first
 
     def forward(self, ids: list[int], keep: int) -> Tensor:
         """As `ModelRow.forward`; outside a lane, alone."""
@@ -95,7 +100,7 @@ def run_together(works: Sequence[Callable[[], None]]) -> None:
             waiting = [(lane, *lane.waiting) for lane in lanes if lane.waiting is not None]
             if not waiting:
                 return
-            model = min((m for _, m, _ in waiting), key=lambda m: m.weight_bytes)
+            model = next((m for _, m, r in waiting if getattr(r.row, "first", False)), waiting[0][1])
             together = [(lane, reading) for lane, m, reading in waiting if m is model]
             read_together(model, [reading for _, reading in together])
             ready = [lane for lane, _ in together]

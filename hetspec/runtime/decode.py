@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hetspec.runtime import laws
 from hetspec.runtime.algorithms import BEHIND_TOKENS, Algorithm
 from hetspec.runtime.context import DrafterContext
 from hetspec.runtime.laws import Warping
@@ -143,7 +142,8 @@ class Decoder:
         max_new_tokens: at least one.
         method: of verification, "block" or "token".
         processing: logits processors and stopping criteria.
-        keep_scores, keep_logits: whether each token's processed scores and raw logits are kept.
+        keep_scores, keep_logits: whether each token's processed scores and raw logits are kept. Scores are what the
+            processors leave: to be transformers' own, they must hold the warpers too, and the warping be neutral.
     """
 
     def __init__(
@@ -200,7 +200,7 @@ class Decoder:
         verifying = time.perf_counter()
         rows: Rows = logits
         if self.processing.processors:
-            rows = ProcessedLogits(logits, self.processing, self.ids, proposal.ids, self.eos_ids)
+            rows = ProcessedLogits(logits, self.processing, self.ids, proposal.ids, self.eos_ids, self.scores)
         verdict = verify(proposal, rows, self.warping, self.rng, self.method)
         self.target.crop(len(self.ids) + verdict.accepted)
         committed = self._commit(verdict.ids, rows, logits, room)
@@ -251,18 +251,18 @@ class Decoder:
         for i, t in enumerate(ids):
             self.ids.append(t)
             if self.scores is not None:
-                self.scores.append(laws.warped_scores(rows[i], self.warping))
+                self.scores.append(rows[i].to(torch.float32, copy=True))
             if self.logits is not None:
                 self.logits.append(logits[i].to(torch.float32, copy=True))
-            self.stats.stop_reason = self._end(t, i + 1 >= room)
+            said = rows.said.get(i) if isinstance(rows, ProcessedLogits) else None
+            self.stats.stop_reason = self._end(t, i + 1 >= room, said)
             if self.done:
                 return ids[: i + 1]
         return ids
 
-    def _end(self, t: int, full: bool) -> str:
-        """Why the text ends with its last id `t`; "" if it goes on."""
-        said = ""
-        if self.processing.criteria:
+    def _end(self, t: int, full: bool, said: str | None) -> str:
+        """Why the text ends with its last id `t`; "" if it goes on. `said`: by the criteria, if they were asked."""
+        if said is None and self.processing.criteria:
             scores = None if self.scores is None else tuple(s[None] for s in self.scores)
             said = self.processing.stops(self.ids, scores)
         if t in self.eos_ids:

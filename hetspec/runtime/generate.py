@@ -10,6 +10,7 @@ import codecs
 import functools
 import json
 import logging
+import numbers
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,8 +39,10 @@ from hetspec.runtime.processors import (
     Criterion,
     Processing,
     Processor,
+    apart,
+    ends_of,
+    of_one_row,
     prepare,
-    split_warpers,
     stop_criteria,
 )
 from hetspec.runtime.rng import Rng, TorchRng
@@ -145,9 +148,9 @@ class Engine:
             assert pair is not None
             head = None if full_head or pair.head is None else pair.head.kept
             self.drafter = make_side(drafter, drafter_tokenizer, pair.drafter, "drafter", head, draft_int8)
-        self._check()
+        self.check()
 
-    def _check(self) -> None:
+    def check(self) -> None:
         """Compares both tokenizers with the pair's fingerprints; runs before every generation."""
         changed = self.target.refresh()
         if self.pair is not None:
@@ -191,12 +194,14 @@ class Engine:
             inputs: a list of prompts in any form `decoder` takes, or padded ids [B, S] with their attention mask.
             seed: row r draws as a single run with seed + r does.
             drafter_inputs: a prompt of the drafter's own for every row.
-            options: see `decoder`; the same for all. Criteria are called for each row with that row's ids [1, S].
+            options: see `decoder`; the same for all. Each row has its own copy of a criterion of the user's, called
+                with that row's ids [1, S].
 
         Raises:
             InvalidInput: as `decoder`; or a processor that may keep a state, which several rows cannot share.
         """
         prompts = read_batch(inputs)
+        criteria = _calls("stopping_criteria", options.pop("stopping_criteria", None))
         own = drafter_inputs if drafter_inputs is not None else [None] * len(prompts)
         if len(own) != len(prompts):
             raise InvalidInput(f"{len(own)} drafter_inputs for {len(prompts)} prompts.", "Give one for each.")
@@ -206,11 +211,12 @@ class Engine:
                 seed=None if seed is None else seed + row,
                 drafter_inputs=own[row],
                 joint=len(prompts) > 1,
+                stopping_criteria=[of_one_row(c) for c in criteria],
                 **options,
             )
             for row, prompt in enumerate(prompts)
         ]
-        run_together([functools.partial(run, decoder) for decoder in decoders])
+        run_rows(decoders)
         return [self.output(decoder) for decoder in decoders]
 
     def output(self, decoder: Decoder) -> GenerateOutput:
@@ -284,7 +290,7 @@ class Engine:
         Raises:
             InvalidInput, StaleArtifact, UnsupportedModel: see the messages.
         """
-        self._check()
+        self.check()
         assert self.target.model is not None
         own = self.target.model.model.generation_config
         options = from_generation_config(_config(generation_config, own), overrides, own)
@@ -296,17 +302,19 @@ class Engine:
                 f"max_length {options.max_length} leaves no room after a prompt of {len(prompt)} tokens.",
                 "Pass max_new_tokens.",
             )
+        processors = _calls("logits_processor", logits_processor)
+        criteria = _calls("stopping_criteria", stopping_criteria)
+        eos_ids, limit = ends_of(criteria, options.eos_ids, limit, len(prompt))
         warping, processing = self._processing(
-            options, prompt, limit, logits_processor, stopping_criteria, prefix_allowed_tokens_fn
+            options, prompt, limit, processors, criteria, prefix_allowed_tokens_fn
         )
-        if sum(x is not None for x in (seed, generator, rng)) > 1:
-            raise InvalidInput("give only one of seed, generator and rng.")
+        check_draws(seed, generator, rng)
         return self.prepared_decoder(
             prompt,
             Task(
                 warping,
                 processing,
-                options.eos_ids,
+                eos_ids,
                 limit,
                 keep_scores=options.scores,
                 keep_logits=options.logits,
@@ -357,9 +365,16 @@ class Engine:
         """
         assert self.target.model is not None
         self._check_prompt(prompt)
+        boundary = self.target.model.rope_boundary
+        if boundary and len(prompt) <= boundary < len(prompt) + task.max_new_tokens:
+            raise InvalidInput(
+                f"{self.target.model.name} reads texts of more than {boundary:,} tokens with other rotary factors "
+                f"(longrope), which this text of {len(prompt) + task.max_new_tokens:,} would cross.",
+                f"Ask for at most {boundary - len(prompt):,} new tokens.",
+            )
         if joint and not task.processing.stateless:
             raise InvalidInput(
-                "a logits processor that may keep a state cannot serve several prompts at once.",
+                f"{task.processing.names} may keep a state and cannot serve several prompts at once.",
                 "Generate from one prompt at a time.",
             )
         for eos in task.eos_ids:
@@ -390,7 +405,7 @@ class Engine:
         if self.drafter is not None and chosen.name != "none":
             assert self.drafter.model is not None
             drafter = self.drafter.model
-            row = JointRow(drafter) if joint else drafter.new_row()
+            row = JointRow(drafter, first=True) if joint else drafter.new_row()
             context = self._context(row, chat, drafter_inputs, prompt)
         target = self.target.model
         return Decoder(
@@ -425,11 +440,10 @@ class Engine:
         if options.processed or allowed is not None or prepared:
             fields = options.for_transformers(len(prompt) + limit)
             own = prepare(self.target.model.model, prompt, fields, prepared, prefix_allowed_tokens_fn=allowed)
-            prepared, found = split_warpers(own)
-            warping = warping if warping.greedy else found
+            prepared, warping = apart(own, greedy=warping.greedy, scores=options.scores)
         if any(options.penalties):
             prepared = (CountPenalty(len(prompt), *options.penalties), *prepared)
-        ends = stop_criteria(options, self.target)
+        ends = stop_criteria(options, self.target, criteria)
         return warping, Processing(prepared, (*ends, *criteria))
 
     def decode_text(self, ids: Sequence[int]) -> str:
@@ -588,6 +602,26 @@ def _config(given: Any, own: Any) -> Any:
         ) from error
 
 
+def _calls(name: str, given: Any) -> tuple[Any, ...]:
+    """A list of processors or criteria; None is none."""
+    calls = () if given is None else given
+    if callable(calls) and not hasattr(calls, "__iter__"):
+        raise InvalidInput(f"{name} is a single {type(given).__name__}.", "Give a list of them.")
+    if not hasattr(calls, "__iter__") or not all(map(callable, calls)):
+        raise InvalidInput(f"{name} is {given!r}, expected a list of callables.")
+    return tuple(calls)
+
+
+def check_draws(seed: Any, generator: Any, rng: Any = None) -> None:
+    """At most one source of draws, of the right kind."""
+    if sum(x is not None for x in (seed, generator, rng)) > 1:
+        raise InvalidInput("give only one of seed, generator and rng.")
+    if seed is not None and (not isinstance(seed, numbers.Integral) or isinstance(seed, bool)):
+        raise InvalidInput(f"seed is {seed!r}, expected a whole number.")
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise InvalidInput(f"generator is a {type(generator).__name__}, expected a torch.Generator.")
+
+
 def _method(verify: str, processing: Processing) -> str:
     """The verification to use."""
     if verify not in ("", *METHODS):
@@ -596,8 +630,8 @@ def _method(verify: str, processing: Processing) -> str:
         return "block" if processing.stateless else "token"
     if verify == "block" and not processing.stateless:
         raise InvalidInput(
-            "block verification asks logits processors about positions that may be rejected, which one that keeps a "
-            "state does not survive.",
+            "block verification asks logits processors about positions that may be rejected, which a processor that "
+            f"keeps a state does not survive ({processing.names}).",
             "Use verify='token', or leave it out.",
         )
     return verify
@@ -629,6 +663,18 @@ def run(decoder: Decoder, streamer: Any = None) -> None:
         streamer.end()
 
 
+def run_rows(decoders: Sequence[Decoder]) -> None:
+    """Steps several decodings to their ends, side by side; a row that has ended gives its cache back."""
+
+    def work(decoder: Decoder) -> None:
+        run(decoder)
+        for row in (decoder.target, decoder.context.row if decoder.context is not None else None):
+            if isinstance(row, JointRow):
+                row.forget()
+
+    run_together([functools.partial(work, decoder) for decoder in decoders])
+
+
 def engine_of(
     target: Any,
     drafter: Any,
@@ -642,6 +688,7 @@ def engine_of(
     key = (target, drafter, pair, target_tokenizer, drafter_tokenizer, full_head, draft_int8)
     for known, engine in _ENGINES:
         if all(a is b for a, b in zip(known, key, strict=True)):
+            engine.check()
             return engine
     engine = Engine(
         target,

@@ -6,7 +6,6 @@ prompt becomes a row of hetspec's, and the rows become the outputs downstream co
 
 from __future__ import annotations
 
-import functools
 import sys
 from typing import Any
 
@@ -15,12 +14,10 @@ from torch import Tensor
 
 from hetspec.artifact import PairArtifact
 from hetspec.errors import InvalidInput
-from hetspec.runtime.batch import run_together
 from hetspec.runtime.decode import Decoder
-from hetspec.runtime.generate import Task, engine_of, run
-from hetspec.runtime.laws import Warping
+from hetspec.runtime.generate import Task, check_draws, engine_of, run, run_rows
 from hetspec.runtime.options import from_generation_config
-from hetspec.runtime.processors import Processing, split_warpers
+from hetspec.runtime.processors import Processing, apart, ends_of, of_one_row
 from hetspec.runtime.rng import TorchRng
 from hetspec.runtime.sides import unpadded
 
@@ -63,7 +60,9 @@ def hf_generate(
 
     `target.generate(**inputs, custom_generate=hetspec.hf_generate, pair=pair, drafter=drafter, …)`. Every option that
     transformers turns into processors or criteria is honoured; what it would need another decoding loop for is
-    refused by name. The draws do not come from torch's global generator: pass `seed` or `generator`.
+    refused by name. The draws do not come from torch's global generator: pass `seed` (row r of a batch draws with
+    seed + r) or `generator`. transformers hands no tokenizer on, so stop strings come as a criterion:
+    `stopping_criteria=[StopStringCriteria(tokenizer, ["…"])]`.
 
     Args:
         model, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer: what
@@ -89,28 +88,53 @@ def hf_generate(
             f"{', '.join(given) or 'synced_gpus'} is not supported and is not ignored either.",
             "Give input_ids and attention_mask only.",
         )
-    if any(
-        model_kwargs.get(k) is not None and model_kwargs[k].get_seq_length()
-        for k in ("cache", "past_key_values")
-    ):
-        raise InvalidInput(
-            "a cache that already holds tokens was given.", "Pass the whole text as input_ids."
-        )
+    check_draws(seed, generator)
+    for cache in (model_kwargs.get(name) for name in ("cache", "past_key_values")):
+        if cache is not None and (cache.get_seq_length() or getattr(cache, "_is_user_defined", False)):
+            raise InvalidInput("a cache was given.", "Leave it out, and pass the whole text as input_ids.")
+    caller = _callers_arguments(model)
+    if caller.get("assistant_model") is not None:
+        raise InvalidInput("an assistant_model was given.", "Pass it as drafter, with its pair.")
     # What transformers has done already is not refused; every other field is honoured or refused by name.
     options = from_generation_config(
         generation_config, dict.fromkeys(("num_return_sequences", "token_healing"))
     )
     mask = model_kwargs.get("attention_mask")
-    prompts = unpadded(input_ids, torch.ones_like(input_ids) if mask is None else mask)
-    if mask is not None and not bool(mask[:, -1].all()):
+    mask = torch.ones_like(input_ids) if mask is None else mask
+    prompts = unpadded(input_ids, mask)
+    if not all(prompts):
+        raise InvalidInput("a prompt is empty (its attention mask is all zeros).", "Give at least one token.")
+    if not bool(mask[:, -1].all()):
         raise InvalidInput("prompts are padded on the right.", "Use a tokenizer with padding_side='left'.")
+    positions = model_kwargs.get("position_ids")
+    usual = (mask.long().cumsum(-1) - 1).clamp(min=0)
+    if positions is not None and not bool(((positions == usual) | (mask == 0)).all()):
+        raise InvalidInput("position_ids of your own are not supported.", "Leave them out.")
+    given_streamers = [s for s in (token_streamer, streamer, caller.get("streamer")) if s is not None]
+    if len(given_streamers) > 1 or (given_streamers and len(prompts) > 1):
+        raise InvalidInput(
+            f"{len(given_streamers)} streamers and {len(prompts)} texts.", "Give one streamer, for one text."
+        )
     if token_streamer is not None:
         token_streamer.put(input_ids.cpu())
-    streamer = token_streamer or streamer or _callers_streamer()
-    if streamer is not None and len(prompts) > 1:
-        raise InvalidInput(f"a streamer and {len(prompts)} texts.", "Stream one text at a time.")
     engine = engine_of(model, drafter, pair, target_tokenizer, drafter_tokenizer, full_head, draft_int8)
-    processors, warping = split_warpers(logits_processor)
+    wanted = bool(generation_config.return_dict_in_generate)
+    processors, warping = apart(
+        list(logits_processor), greedy=not generation_config.do_sample, scores=wanted and options.scores
+    )
+    eos_ids, limit = ends_of(
+        stopping_criteria,
+        options.eos_ids,
+        generation_config.max_length - input_ids.shape[1],
+        input_ids.shape[1],
+    )
+    assert engine.target.model is not None
+    longest = max(map(len, prompts)) + limit
+    if longest > engine.target.model.max_length:
+        raise InvalidInput(
+            f"max_length allows {longest:,} tokens but the target's context holds {engine.target.model.max_length:,}.",
+            "Ask for fewer new tokens.",
+        )
     decoders = []
     for row, prompt in enumerate(prompts):
         before = input_ids[row : row + 1, : input_ids.shape[1] - len(prompt)]
@@ -121,14 +145,14 @@ def hf_generate(
             )
 
         task = Task(
-            warping if generation_config.do_sample else Warping(temperature=0.0),
+            warping,
             Processing(
                 tuple(map(of_row, processors)), tuple(map(of_row, stopping_criteria)), input_ids.device
             ),
-            options.eos_ids,
-            (stopping_criteria.max_length or generation_config.max_length) - input_ids.shape[1],
-            keep_scores=bool(generation_config.return_dict_in_generate and options.scores),
-            keep_logits=bool(generation_config.return_dict_in_generate and options.logits),
+            eos_ids,
+            limit,
+            keep_scores=wanted and options.scores,
+            keep_logits=wanted and options.logits,
         )
         decoders.append(
             engine.prepared_decoder(
@@ -149,9 +173,9 @@ def hf_generate(
             )
         )
     if len(decoders) == 1:
-        run(decoders[0], streamer)
+        run(decoders[0], given_streamers[0] if given_streamers else None)
     else:
-        run_together([functools.partial(run, decoder) for decoder in decoders])
+        run_rows(decoders)
     return _outputs(decoders, input_ids, generation_config)
 
 
@@ -197,7 +221,8 @@ class OfRow:
     """
 
     def __init__(self, call: Any, row: int, rows: int, before: Tensor) -> None:
-        self.call, self.row, self.rows, self.before = call, row, rows, before
+        self.call = of_one_row(call)
+        self.row, self.rows, self.before = row, rows, before
 
     def __call__(self, ids: Tensor, scores: Any) -> Any:
         """Calls it with this row in the place of every row."""
@@ -208,11 +233,15 @@ class OfRow:
         return answer[self.row : self.row + 1] if isinstance(answer, Tensor) and answer.ndim else answer
 
 
-def _callers_streamer() -> Any:
-    """The `streamer` given to transformers' `generate`, which has put the prompt into it but hands no callable on.
+def _callers_arguments(model: Any) -> dict[str, Any]:
+    """The arguments of the `generate` that called: transformers hands neither streamer nor assistant on to a callable.
 
-    A TextIteratorStreamer that never ends would hang its reader, so it is looked up where it is: in the frame that
-    called `hf_generate`.
+    It has put the prompt into the streamer by then, and a TextIteratorStreamer that never ends would hang its reader;
+    so they are looked up where they are, in the frame of the caller, whatever wrappers lie between.
     """
-    caller = sys._getframe(2)
-    return caller.f_locals.get("streamer") if caller.f_code.co_name == "generate" else None
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "generate" and frame.f_locals.get("self") is model:
+            return dict(frame.f_locals)
+        frame = frame.f_back  # type: ignore[assignment]
+    return {}

@@ -72,23 +72,6 @@ def law(logits: Tensor, warping: Warping, whose: str = "the target") -> Tensor:
     return truncate(probabilities, warping)
 
 
-def warped_scores(logits: Tensor, warping: Warping) -> Tensor:
-    """The scores transformers reports for a token: logits over the temperature, −inf where the law is 0.
-
-    Args:
-        logits: [V].
-        warping: greedy leaves them as they are.
-
-    Returns:
-        [V], float32 or wider.
-    """
-    wide = logits if logits.dtype == torch.float64 else logits.float()
-    if warping.greedy:
-        return wide.clone()
-    scores = wide / warping.temperature
-    return scores.masked_fill(law(wide, warping) == 0, -torch.inf)
-
-
 def truncate(probabilities: Tensor, warping: Warping) -> Tensor:
     """Applies top-k, top-p and min-p to a law and renormalises it.
 

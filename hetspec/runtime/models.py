@@ -7,6 +7,7 @@ returns logits for the last of them, and can be cut back. Knows nothing about vo
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import time
 import weakref
@@ -134,7 +135,9 @@ class CachedModel:
             raise UnsupportedModel(
                 f"{self.name} ({type(self.model).__name__}) does not forget what is cropped from its cache: its logits "
                 f"are off by {off:.3g} of {spread:.3g}.",
-                "Use a model with causal attention only.",
+                "Call model.eval(): it is in training mode."
+                if self.model.training
+                else "Use a model with causal attention only.",
             )
 
     @property
@@ -202,6 +205,54 @@ class CachedModel:
             )
         whole = logits.new_full((len(logits), self.rows), -torch.inf)
         return whole.index_copy_(1, self.kept, logits)
+
+    @property
+    def rope_boundary(self) -> int:
+        """Length from which longrope reads a text with other rotary factors; 0 if there is none."""
+        config = self.model.config.get_text_config()
+        rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+        kind = rope.get("rope_type") or rope.get("type")
+        original = rope.get("original_max_position_embeddings") or getattr(
+            config, "original_max_position_embeddings", 0
+        )
+        return int(original or 0) if kind == "longrope" else 0
+
+    @functools.cached_property
+    def joins(self) -> bool:
+        """Whether rows of different lengths can be read in one padded forward: tried once, on two short ones.
+
+        Models that count positions by the cache's length, or by rules of their own, cannot.
+        """
+        if not self.reads("attention_mask") or self.rope_boundary or self.max_length < 8:
+            return False
+        texts = [[i % self.rows for i in text] for text in ((5, 11, 17, 23), (7,))]
+        new = [i % self.rows for i in (13, 19)]
+        rows = [ModelRow(self) for _ in texts]
+        for row, text in zip(rows, texts, strict=True):
+            row.forward(text, keep=1)
+        readings = [Reading(row, new, 2) for row in rows]
+        try:
+            _read_padded(self, readings)
+        except Exception:  # whatever a model makes of padding it was not written for
+            return False
+        for reading, text in zip(readings, texts, strict=True):
+            alone = ModelRow(self)
+            alone.forward(text, keep=1)
+            expected = alone.forward(new, keep=2)
+            assert reading.logits is not None
+            if not self._close(reading.logits, expected, 1.0 if self.quantised else None):
+                return False
+        return True
+
+    def _close(self, found: Tensor, expected: Tensor, tolerance: float | None = None) -> bool:
+        """Whether logits differ by rounding only; where none are finite there is nothing to compare."""
+        seen = expected.isfinite() & found.isfinite()
+        if not bool(seen.any()):
+            return True
+        spread = float((expected[seen].max() - expected[seen].min()).float())
+        off = float((found - expected)[seen].abs().max())
+        limit = PROBE_TOLERANCE.get(self.model.dtype, ROUNDING) if tolerance is None else tolerance
+        return off <= limit * spread
 
     def reads(self, argument: str) -> bool:
         """Whether the forward takes an argument of this name."""
@@ -287,7 +338,12 @@ class ModelRow:
         """
         assert 1 <= keep <= len(ids)
         started = time.perf_counter()
-        logits = self._model.read(torch.tensor([ids]), self.cache, keep)[0]
+        where = {}
+        if self._model.reads(
+            "position_ids"
+        ):  # as transformers' `generate` passes them, whatever a model's default is
+            where["position_ids"] = torch.arange(self.length, self.length + len(ids))[None]
+        logits = self._model.read(torch.tensor([ids]), self.cache, keep, **where)[0]
         logits = self._model.all_rows(logits)
         self.took(len(ids), time.perf_counter() - started)
         return logits
@@ -298,6 +354,12 @@ class ModelRow:
         self.forwards += 1
         self.tokens_fed += tokens
         self.seconds += seconds
+
+    def forget(self) -> None:
+        """Forgets everything, and gives the memory back."""
+        from transformers import DynamicCache
+
+        self.cache, self.length = DynamicCache(), 0
 
     def crop(self, length: int) -> None:
         """Forgets everything after the first `length` ids."""
@@ -336,13 +398,17 @@ def read_together(model: CachedModel, readings: Sequence[Reading]) -> None:
     """
     width = max(len(r.ids) for r in readings)
     joint = [r for r in readings if r.row.length and r.row.length + width <= model.max_length]
-    if len(joint) < 2 or not model.reads("attention_mask"):
+    if len(joint) < 2 or not model.joins:
         joint = []
     for reading in readings:
         if not any(reading is r for r in joint):
             reading.logits = ModelRow.forward(reading.row, reading.ids, reading.keep)
-    if not joint:
-        return
+    if joint:
+        _read_padded(model, joint)
+
+
+def _read_padded(model: CachedModel, joint: Sequence[Reading]) -> None:
+    """One padded forward for rows that have read something."""
     started = time.perf_counter()
     lengths = torch.tensor([[r.row.length] for r in joint])
     longest = int(lengths.max())

@@ -181,6 +181,9 @@ def from_generation_config(config: Any, overrides: dict[str, Any], defaults: Any
         top_k = values.get("top_k")
         if "top_k" not in overrides and top_k is None:
             top_k = neutral["top_k"]
+        for name in ("temperature", "top_k", "top_p", "min_p"):
+            if not isinstance(values.get(name), (numbers.Real, type(None))):
+                raise InvalidInput(f"{name} is {values[name]!r}, expected a number.")
         warping = Warping(
             temperature=1.0 if values.get("temperature") is None else float(values["temperature"]),
             top_k=int(top_k or 0),
@@ -191,9 +194,10 @@ def from_generation_config(config: Any, overrides: dict[str, Any], defaults: Any
             raise InvalidInput(
                 "temperature is 0 with do_sample=True.", "Use do_sample=False for greedy decoding."
             )
-    max_new, max_length = values.get("max_new_tokens"), values.get("max_length")
-    if overrides.get("max_length") is not None and overrides.get("max_new_tokens") is None:
-        max_new = None
+    max_new, max_length = (
+        values.get("max_new_tokens"),
+        values.get("max_length"),
+    )  # the first goes before the second
     for name, value in (("max_new_tokens", max_new), ("max_length", max_length)):
         if value is not None and (not isinstance(value, int) or value < 1):
             raise InvalidInput(f"{name} is {value!r}, expected a whole number of at least 1.")
@@ -236,7 +240,9 @@ def _seconds(value: Any) -> float | None:
 def _texts(value: Any) -> tuple[str, ...]:
     if value is None:
         return ()
-    texts = (value,) if isinstance(value, str) else tuple(value)
+    texts = (
+        (value,) if isinstance(value, str) else tuple(value) if isinstance(value, (list, tuple)) else (None,)
+    )
     if not all(isinstance(text, str) and text for text in texts):
         raise InvalidInput(f"stop_strings is {value!r}, expected texts of at least one character.")
     return texts

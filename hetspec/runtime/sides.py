@@ -185,8 +185,8 @@ def read_batch(inputs: Any) -> list[Any]:
     """
     if hasattr(inputs, "keys"):
         ids, mask = _ids_and_mask(inputs)
-        if mask is None and not hasattr(ids, "tolist"):
-            return list(ids)
+        if not hasattr(ids, "tolist") and (mask is None or all(all(row) for row in mask)):
+            return list(ids)  # ragged, not padded
         return unpadded(ids, torch.ones_like(torch.as_tensor(ids)) if mask is None else mask)
     if hasattr(inputs, "tolist"):
         inputs = inputs.tolist()
