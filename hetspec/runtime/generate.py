@@ -437,7 +437,8 @@ class Engine:
         """The target's warping, and what is done to its logits before it and asked of its text after it."""
         assert self.target.model is not None
         warping, prepared = options.warping, tuple(processors)
-        if options.processed or allowed is not None or prepared:
+        warpers_too = options.scores and not warping.greedy  # transformers' scores are what they leave
+        if options.processed or allowed is not None or prepared or warpers_too:
             fields = options.for_transformers(len(prompt) + limit)
             own = prepare(self.target.model.model, prompt, fields, prepared, prefix_allowed_tokens_fn=allowed)
             prepared, warping = apart(own, greedy=warping.greedy, scores=options.scores)

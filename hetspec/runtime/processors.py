@@ -250,7 +250,7 @@ def prepare(
             custom_generate=_hand_over,
             **arguments,
         )
-    except (ValueError, TypeError, AttributeError) as error:
+    except (ValueError, TypeError, AttributeError, RuntimeError, IndexError) as error:
         raise InvalidInput(
             f"transformers refuses these generation options: {str(error).strip().splitlines()[0]}"
         ) from error
