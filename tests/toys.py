@@ -174,8 +174,19 @@ def trained_bpe(texts: list[str], size: int) -> Tokenizer:
     return tokenizer
 
 
-def tiny_model(kind: str, rows: int, seed: int, eos: int | None = 0, positions: int = 512, window: int = 8):
-    """A random model of a real architecture in float64."""
+def tiny_model(
+    kind: str,
+    rows: int,
+    seed: int,
+    eos: int | None = 0,
+    positions: int = 512,
+    window: int = 8,
+    std: float | None = None,
+):
+    """A random model of a real architecture in float64.
+
+    With `std` every matrix is drawn as wide: attention then matters, and a wrong position or mask changes the text.
+    """
     import transformers
 
     shared = {"vocab_size": rows, "bos_token_id": None, "eos_token_id": eos, "pad_token_id": None}
@@ -233,6 +244,10 @@ def tiny_model(kind: str, rows: int, seed: int, eos: int | None = 0, positions: 
             model.set_experts_implementation("eager")  # the fast one has no float64
         else:
             model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **shared))
+        if std is not None:
+            for p in model.parameters():
+                if p.ndim > 1:
+                    p.data.normal_(std=std)
         # Spread the logits: a random head is nearly uniform, and near-ties hide mistakes.
         model.get_output_embeddings().weight.data.normal_(std=0.6)
     model.generation_config.eos_token_id = eos
