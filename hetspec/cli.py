@@ -145,12 +145,7 @@ def generate(
     text = _prompt(prompt, prompt_file)
     draft_length = _draft_length(num_draft_tokens)
     say = Voice(as_json or quiet)
-    names = (
-        [word for value in pair for word in value.split()]
-        if len(pair) == 1 and not Path(pair[0]).is_dir()
-        else pair
-    )
-    artifact, _, _ = load(names, tracking_uri, prefer="kernel-")
+    artifact, _, _ = load(pair, tracking_uri, prefer="kernel-")
     engine = load_engine(
         artifact,
         target=target,

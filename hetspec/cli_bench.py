@@ -89,13 +89,7 @@ def bench(
         if not found:
             raise InvalidInput(f"there are no texts in {kind!r}.", "Give code, prose, chat, long or a file.")
         collections[kind] = found
-    artifact, _, _ = load(
-        [w for value in pair for w in value.split()]
-        if len(pair) == 1 and not Path(pair[0]).is_dir()
-        else pair,
-        tracking_uri,
-        prefer="kernel-",
-    )
+    artifact, _, _ = load(pair, tracking_uri, prefer="kernel-")
     engine = load_engine(
         artifact,
         target=target,

@@ -203,7 +203,9 @@ def load(reference: list[str], uri: str, prefer: str = "") -> tuple[Any, Path, s
     if len(reference) == 1 and reference[0] and Path(reference[0]).is_dir():  # needs no MLflow
         folder = Path(reference[0])
         return PairArtifact.from_pretrained(folder), folder.absolute(), ""
-    if len(reference) > 2:
+    if len(reference) == 1:  # an option's value holds both names
+        reference = reference[0].split()
+    if not 1 <= len(reference) <= 2:
         raise InvalidInput(
             f"{len(reference)} words for a pair.", "Give a directory, a run id, or TARGET DRAFTER."
         )

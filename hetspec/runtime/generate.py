@@ -104,6 +104,38 @@ class Task:
     keep_logits: bool = False
 
 
+@dataclass(frozen=True)
+class Drafting:
+    """How candidates are made and judged; none of it touches the output's law. See `Engine.decoder`."""
+
+    algorithm: str = "auto"
+    num_draft_tokens: int | str = "auto"
+    slrs_form: str = "lookahead"
+    prior: str = "auto"
+    verify: str = ""
+    draft_temperature: float | None = None
+    draft_top_k: int = 0
+    draft_top_p: float = 1.0
+
+    def warping(self, target: Warping) -> Warping:
+        """The drafter's, beside the target's.
+
+        Raises:
+            InvalidInput: it was asked for and would have no effect, or is out of range.
+        """
+        asked = (self.draft_temperature, self.draft_top_k, self.draft_top_p)
+        if self.algorithm in ("slem", "none") and asked != (None, 0, 1.0):
+            raise InvalidInput(
+                f"a draft temperature, top-k or top-p has no effect with the algorithm {self.algorithm}.",
+                "Leave it out.",
+            )
+        return Warping(
+            temperature=_draft_temperature(self.draft_temperature, target),
+            top_k=self.draft_top_k,
+            top_p=self.draft_top_p,
+        )
+
+
 class Engine:
     """Two models and their pair, ready to generate.
 
@@ -319,16 +351,18 @@ class Engine:
                 keep_scores=options.scores,
                 keep_logits=options.logits,
             ),
+            Drafting(
+                algorithm,
+                num_draft_tokens,
+                slrs_form,
+                prior,
+                verify,
+                draft_temperature,
+                draft_top_k,
+                draft_top_p,
+            ),
             rng=rng if rng is not None else TorchRng(seed, generator),
             seeded=seed is not None or generator is not None or rng is not None,
-            algorithm=algorithm,
-            num_draft_tokens=num_draft_tokens,
-            slrs_form=slrs_form,
-            prior=prior,
-            verify=verify,
-            draft_temperature=draft_temperature,
-            draft_top_k=draft_top_k,
-            draft_top_p=draft_top_p,
             chat=inputs if is_chat(inputs) else None,
             drafter_inputs=drafter_inputs,
             joint=joint,
@@ -338,17 +372,10 @@ class Engine:
         self,
         prompt: list[int],
         task: Task,
+        drafting: Drafting,
         *,
         rng: Rng,
         seeded: bool,
-        algorithm: str,
-        num_draft_tokens: int | str,
-        slrs_form: str,
-        prior: str,
-        verify: str,
-        draft_temperature: float | None,
-        draft_top_k: int,
-        draft_top_p: float,
         chat: Any = None,
         drafter_inputs: Any = None,
         joint: bool = False,
@@ -358,6 +385,7 @@ class Engine:
         Args:
             prompt: target ids.
             task: the target's law, and where the text ends.
+            drafting: how candidates are made and judged.
             rng: the source of every draw.
             seeded: whether the same draws must give the same tokens, so that nothing may follow the clock.
             chat: the prompt as messages, which the drafter then gets through its own template.
@@ -382,25 +410,17 @@ class Engine:
                 raise InvalidInput(
                     f"eos_token_id {eos} is outside the target's {self.target.model.rows:,} rows."
                 )
-        if algorithm in ("slem", "none") and (draft_temperature, draft_top_k, draft_top_p) != (None, 0, 1.0):
-            raise InvalidInput(
-                f"a draft temperature, top-k or top-p has no effect with the algorithm {algorithm}.",
-                "Leave it out.",
-            )
-        draft_warping = Warping(
-            temperature=_draft_temperature(draft_temperature, task.warping),
-            top_k=draft_top_k,
-            top_p=draft_top_p,
-        )
+        draft_warping = drafting.warping(task.warping)
+        form, length = drafting.slrs_form, drafting.num_draft_tokens
         seeded = seeded or joint  # the clock of one row says nothing while others run
         plan: DraftLength
         chosen: Algorithm
-        if algorithm == "auto" and self.drafter is not None:
-            plan = chosen = self._auto(slrs_form, task, draft_warping, num_draft_tokens, seeded=seeded)
+        if drafting.algorithm == "auto" and self.drafter is not None:
+            plan = chosen = self._auto(form, task, draft_warping, length, seeded=seeded)
         else:
-            name = "none" if algorithm == "auto" else algorithm
-            chosen = self._algorithm(name, slrs_form, task, draft_warping, prior)
-            plan = self._plan(num_draft_tokens, seeded=seeded)
+            name = "none" if drafting.algorithm == "auto" else drafting.algorithm
+            chosen = self._algorithm(name, form, task, draft_warping, drafting.prior)
+            plan = self._plan(length, seeded=seeded)
         context = None
         if self.drafter is not None and chosen.name != "none":
             assert self.drafter.model is not None
@@ -419,7 +439,7 @@ class Engine:
             rng=rng,
             eos_ids=task.eos_ids,
             max_new_tokens=task.max_new_tokens,
-            method=_method(verify, task.processing),
+            method=_method(drafting.verify, task.processing),
             processing=task.processing,
             keep_scores=task.keep_scores,
             keep_logits=task.keep_logits,

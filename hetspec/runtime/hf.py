@@ -15,7 +15,7 @@ from torch import Tensor
 from hetspec.artifact import PairArtifact
 from hetspec.errors import InvalidInput
 from hetspec.runtime.decode import Decoder
-from hetspec.runtime.generate import Task, check_draws, engine_of, run, run_rows
+from hetspec.runtime.generate import Drafting, Task, check_draws, engine_of, run, run_rows
 from hetspec.runtime.options import from_generation_config
 from hetspec.runtime.processors import Processing, apart, ends_of, of_one_row
 from hetspec.runtime.rng import TorchRng
@@ -135,6 +135,9 @@ def hf_generate(
             f"max_length allows {longest:,} tokens but the target's context holds {engine.target.model.max_length:,}.",
             "Ask for fewer new tokens.",
         )
+    drafting = Drafting(
+        algorithm, num_draft_tokens, slrs_form, prior, verify, draft_temperature, draft_top_k, draft_top_p
+    )
     decoders = []
     for row, prompt in enumerate(prompts):
         before = input_ids[row : row + 1, : input_ids.shape[1] - len(prompt)]
@@ -158,16 +161,9 @@ def hf_generate(
             engine.prepared_decoder(
                 prompt,
                 task,
+                drafting,
                 rng=TorchRng(None if seed is None else seed + row, generator),
                 seeded=seed is not None or generator is not None,
-                algorithm=algorithm,
-                num_draft_tokens=num_draft_tokens,
-                slrs_form=slrs_form,
-                prior=prior,
-                verify=verify,
-                draft_temperature=draft_temperature,
-                draft_top_k=draft_top_k,
-                draft_top_p=draft_top_p,
                 drafter_inputs=drafter_inputs,
                 joint=len(prompts) > 1,
             )
