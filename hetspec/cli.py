@@ -19,10 +19,12 @@ import hetspec.cli_tune  # noqa: F401 - each registers its commands with prep_ap
 from hetspec.cli_bench import bench
 from hetspec.console import (
     DrafterModel,
+    DraftWeights,
     Dtype,
     Json,
     Quiet,
     TargetModel,
+    TargetWeights,
     Uri,
     Voice,
     load,
@@ -99,9 +101,8 @@ def generate(
     full_head: Annotated[
         bool, typer.Option("--full-head", help="Do not use the pair's pruned head.")
     ] = False,
-    draft_int8: Annotated[
-        bool, typer.Option("--draft-int8", help="The drafter reads int8 copies of its weights.")
-    ] = False,
+    draft_weights: DraftWeights = "auto",
+    target_weights: TargetWeights = "own",
     num_draft_tokens: Annotated[str, typer.Option(help="Draft length, or auto.")] = "auto",
     temperature: Annotated[
         float | None,
@@ -155,7 +156,8 @@ def generate(
         draft_device=draft_device or device,
         dtype=dtype,
         full_head=full_head,
-        draft_int8=draft_int8,
+        draft_weights=draft_weights,
+        target_weights=target_weights,
         say=say,
     )
     inputs: Any = [{"role": "user", "content": text}] if chat else text

@@ -9,10 +9,12 @@ import typer
 
 from hetspec.console import (
     DrafterModel,
+    DraftWeights,
     Dtype,
     Json,
     Quiet,
     TargetModel,
+    TargetWeights,
     Uri,
     Voice,
     load,
@@ -58,9 +60,8 @@ def bench(
     full_head: Annotated[
         bool, typer.Option("--full-head", help="Do not use the pair's pruned head.")
     ] = False,
-    draft_int8: Annotated[
-        bool, typer.Option("--draft-int8", help="The drafter reads int8 copies of its weights.")
-    ] = False,
+    draft_weights: DraftWeights = "auto",
+    target_weights: TargetWeights = "own",
     seed: Annotated[int, typer.Option(help="Of the first prompt.")] = 0,
     target: TargetModel = "",
     drafter: DrafterModel = "",
@@ -96,7 +97,8 @@ def bench(
         drafter=drafter,
         dtype=dtype,
         full_head=full_head,
-        draft_int8=draft_int8,
+        draft_weights=draft_weights,
+        target_weights=target_weights,
         say=say,
     )
     race = Race(collections, tuple(contestants), temperature, max_new_tokens, seed)

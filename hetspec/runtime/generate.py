@@ -49,6 +49,7 @@ from hetspec.runtime.rng import Rng, TorchRng
 from hetspec.runtime.sides import first_bytes, is_chat, make_side, read_batch, read_prompt
 from hetspec.runtime.tools import SLRS_FORMS, PairTools
 from hetspec.runtime.verify import METHODS
+from hetspec.runtime.weights import TARGET_WEIGHTS
 
 
 @dataclass(frozen=True)
@@ -145,7 +146,9 @@ class Engine:
         pair: the artifact of the two tokenizers; None allows only "none".
         target_tokenizer, drafter_tokenizer: by default those recorded in the pair.
         full_head: compute the drafter's whole LM head even if the pair has a pruned one.
-        draft_int8: let the drafter read int8 copies of its weights (bfloat16 on the CPU).
+        draft_weights: how a bfloat16 drafter on the CPU reads its weights: "own", "packed", "int8", "int4"; "auto" is
+            "packed" where the processor allows it (`hetspec.runtime.weights`).
+        target_weights: "own" or "packed".
 
     Raises:
         StaleArtifact: the pair was built for other tokenizers.
@@ -161,7 +164,8 @@ class Engine:
         target_tokenizer: Any = None,
         drafter_tokenizer: Any = None,
         full_head: bool = False,
-        draft_int8: bool = False,
+        draft_weights: str = "auto",
+        target_weights: str = "own",
     ) -> None:
         if pair is None and target_tokenizer is None:
             raise InvalidInput("no pair and no target_tokenizer given.", "Pass pair=hetspec.load_pair(…).")
@@ -171,7 +175,13 @@ class Engine:
                 "Build one: hetspec-prep build-map TARGET DRAFTER.",
             )
         self.pair = pair
-        self.target = make_side(target, target_tokenizer, pair.target if pair else None, "target")
+        if target_weights not in TARGET_WEIGHTS:
+            raise InvalidInput(
+                f"target_weights is {target_weights!r}, which could change the target's law.",
+                f"Choose {' or '.join(TARGET_WEIGHTS)}.",
+            )
+        identity = pair.target if pair else None
+        self.target = make_side(target, target_tokenizer, identity, "target", weights=target_weights)
         self._records: dict[
             Any, dict[str, Record]
         ] = {}  # what "auto" has seen, by the settings it saw it with
@@ -179,7 +189,7 @@ class Engine:
         if drafter is not None:
             assert pair is not None
             head = None if full_head or pair.head is None else pair.head.kept
-            self.drafter = make_side(drafter, drafter_tokenizer, pair.drafter, "drafter", head, draft_int8)
+            self.drafter = make_side(drafter, drafter_tokenizer, pair.drafter, "drafter", head, draft_weights)
         self.check()
 
     def check(self) -> None:
@@ -703,12 +713,22 @@ def engine_of(
     target_tokenizer: Any,
     drafter_tokenizer: Any,
     full_head: bool,
-    draft_int8: bool,
+    draft_weights: str,
+    target_weights: str,
 ) -> Engine:
     """An engine for these very objects, made once and kept while it is among the last ones used."""
-    key = (target, drafter, pair, target_tokenizer, drafter_tokenizer, full_head, draft_int8)
+    key = (
+        target,
+        drafter,
+        pair,
+        target_tokenizer,
+        drafter_tokenizer,
+        full_head,
+        draft_weights,
+        target_weights,
+    )
     for known, engine in _ENGINES:
-        if all(a is b for a, b in zip(known, key, strict=True)):
+        if all(a is b or (isinstance(a, str) and a == b) for a, b in zip(known, key, strict=True)):
             engine.check()
             return engine
     engine = Engine(
@@ -718,7 +738,8 @@ def engine_of(
         target_tokenizer=target_tokenizer,
         drafter_tokenizer=drafter_tokenizer,
         full_head=full_head,
-        draft_int8=draft_int8,
+        draft_weights=draft_weights,
+        target_weights=target_weights,
     )
     _ENGINES.append((key, engine))
     del _ENGINES[:-_KEPT_ENGINES]
@@ -734,7 +755,8 @@ def generate(
     target_tokenizer: Any = None,
     drafter_tokenizer: Any = None,
     full_head: bool = False,
-    draft_int8: bool = False,
+    draft_weights: str = "auto",
+    target_weights: str = "own",
     **options: Any,
 ) -> GenerateOutput:
     """Generates from the target, losslessly, with the help of a drafter.
@@ -746,14 +768,16 @@ def generate(
         pair: the pair artifact (`hetspec.load_pair`).
         target_tokenizer, drafter_tokenizer: by default those recorded in the pair; always checked.
         full_head: compute the drafter's whole LM head even if the pair has a pruned one.
-        draft_int8: let the drafter read int8 copies of its weights (bfloat16 on the CPU).
+        draft_weights: how a bfloat16 drafter on the CPU reads its weights: "own", "packed", "int8", "int4"; "auto" is
+            "packed" where the processor allows it (`hetspec.runtime.weights`).
+        target_weights: "own" or "packed".
         options: see `Engine.decoder`, plus `streamer`.
 
     Raises:
         HetspecError: one of its kinds, saying what was found and what to do.
     """
     return engine_of(
-        target, drafter, pair, target_tokenizer, drafter_tokenizer, full_head, draft_int8
+        target, drafter, pair, target_tokenizer, drafter_tokenizer, full_head, draft_weights, target_weights
     ).generate(inputs, **options)
 
 
@@ -766,12 +790,13 @@ def generate_batch(
     target_tokenizer: Any = None,
     drafter_tokenizer: Any = None,
     full_head: bool = False,
-    draft_int8: bool = False,
+    draft_weights: str = "auto",
+    target_weights: str = "own",
     **options: Any,
 ) -> list[GenerateOutput]:
     """`generate` for several prompts at once; see `Engine.generate_batch`."""
     return engine_of(
-        target, drafter, pair, target_tokenizer, drafter_tokenizer, full_head, draft_int8
+        target, drafter, pair, target_tokenizer, drafter_tokenizer, full_head, draft_weights, target_weights
     ).generate_batch(inputs, **options)
 
 
@@ -784,10 +809,11 @@ def stream(
     target_tokenizer: Any = None,
     drafter_tokenizer: Any = None,
     full_head: bool = False,
-    draft_int8: bool = False,
+    draft_weights: str = "auto",
+    target_weights: str = "own",
     **options: Any,
 ) -> Iterator[Chunk]:
     """`generate` as an iterator of steps."""
     return engine_of(
-        target, drafter, pair, target_tokenizer, drafter_tokenizer, full_head, draft_int8
+        target, drafter, pair, target_tokenizer, drafter_tokenizer, full_head, draft_weights, target_weights
     ).stream(inputs, **options)

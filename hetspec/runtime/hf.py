@@ -41,7 +41,8 @@ def hf_generate(
     target_tokenizer: Any = None,
     drafter_tokenizer: Any = None,
     full_head: bool = False,
-    draft_int8: bool = False,
+    draft_weights: str = "auto",
+    target_weights: str = "own",
     algorithm: str = "auto",
     num_draft_tokens: int | str = "auto",
     slrs_form: str = "lookahead",
@@ -70,8 +71,8 @@ def hf_generate(
         pair: the pair artifact; required with a drafter.
         drafter: the model that proposes.
         target_tokenizer, drafter_tokenizer: by default those recorded in the pair.
-        full_head, draft_int8, algorithm, num_draft_tokens, slrs_form, prior, verify, seed, generator,
-            draft_temperature, draft_top_k, draft_top_p, drafter_inputs: see `hetspec.Engine`.
+        full_head, draft_weights, target_weights, algorithm, num_draft_tokens, slrs_form, prior, verify, seed,
+            generator, draft_temperature, draft_top_k, draft_top_p, drafter_inputs: see `hetspec.Engine`.
         token_streamer: gets the prompt and every committed token. (`streamer` works too.)
         model_kwargs: what else transformers would pass to the forward.
 
@@ -117,7 +118,9 @@ def hf_generate(
         )
     if token_streamer is not None:
         token_streamer.put(input_ids.cpu())
-    engine = engine_of(model, drafter, pair, target_tokenizer, drafter_tokenizer, full_head, draft_int8)
+    engine = engine_of(
+        model, drafter, pair, target_tokenizer, drafter_tokenizer, full_head, draft_weights, target_weights
+    )
     wanted = bool(generation_config.return_dict_in_generate)
     processors, warping = apart(
         list(logits_processor), greedy=not generation_config.do_sample, scores=wanted and options.scores

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from hetspec.errors import HetspecError, StaleArtifact, UnsupportedModel
-from hetspec.runtime.quantise import int8_view
+from hetspec.runtime.weights import relaid_view, step_bytes
 
 
 class Row(Protocol):
@@ -52,13 +52,13 @@ class CachedModel:
     Args:
         model: a decoder-only model; neither it nor its configuration is changed.
         kept: int[h], rows of the LM head to compute; all others have no probability. None for all.
-        int8: read int8 copies of the weights (`quantise.int8_view`).
+        weights: the layout of the weights it reads (`weights.relaid_view`).
 
     Raises:
         UnsupportedModel: the model is encoder-decoder, its state cannot be cropped, or its head not pruned.
     """
 
-    def __init__(self, model: Any, kept: np.ndarray | None = None, *, int8: bool = False) -> None:
+    def __init__(self, model: Any, kept: np.ndarray | None = None, *, weights: str = "own") -> None:
         config = model.config.get_text_config()
         name = getattr(model.config, "_name_or_path", "") or type(model).__name__
         if getattr(model.config, "is_encoder_decoder", False):
@@ -88,8 +88,7 @@ class CachedModel:
         self.device = model.device
         self.kept = None if kept is None else torch.from_numpy(kept.astype(np.int64))
         self.reader = model if self.kept is None else with_pruned_head(model, self.kept)
-        if int8:
-            self.reader = int8_view(self.reader)
+        self.reader = relaid_view(self.reader, weights)
         if model not in _PROBED:
             self._probe()
             _PROBED.add(model)
@@ -160,8 +159,7 @@ class CachedModel:
     @property
     def weight_bytes(self) -> int:
         """Bytes of weights a forward of one token reads; what a step costs on a memory-bound machine."""
-        tensors = (*self.reader.parameters(), *self.reader.buffers())
-        whole = sum(t.numel() * t.element_size() for t in tensors)
+        whole = step_bytes(self.reader)
         embedding = self.model.get_input_embeddings().weight
         tied = getattr(self.reader.get_output_embeddings(), "weight", None) is embedding
         return int(whole if tied else whole - embedding.numel() * embedding.element_size())

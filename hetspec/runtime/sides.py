@@ -27,7 +27,7 @@ class Side:
         name: for messages.
         eos_ids, turn_end_ids: as recorded in the pair.
         kept: rows of the model's LM head to compute; None for all.
-        int8: read int8 copies of the model's weights.
+        weights: the layout of the model's weights.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class Side:
         eos_ids: tuple[int, ...],
         turn_end_ids: tuple[int, ...],
         kept: np.ndarray | None = None,
-        int8: bool = False,
+        weights: str = "own",
     ) -> None:
         self.tokenizer = tokenizer
         self.backend = getattr(tokenizer, "backend_tokenizer", None) or getattr(
@@ -50,7 +50,7 @@ class Side:
                 f"{type(tokenizer).__name__} of {name} is not a fast tokenizer.",
                 "Load it with AutoTokenizer and a tokenizer.json.",
             )
-        self.model = None if model is None else CachedModel(model, kept, int8=int8)
+        self.model = None if model is None else CachedModel(model, kept, weights=weights)
         self._recorded = (name, eos_ids, turn_end_ids)
         self._stamp: tuple[Any, ...] | None = None
         self.refresh()
@@ -117,7 +117,7 @@ def make_side(
     identity: Any,
     role: str,
     kept: np.ndarray | None = None,
-    int8: bool = False,
+    weights: str = "own",
 ) -> Side:
     """A side from what the user gave, or from what the pair recorded."""
     if tokenizer is None:
@@ -127,7 +127,9 @@ def make_side(
     name = identity.name if identity is not None else role
     eos_ids = identity.eos_ids if identity is not None else ()
     turn_end_ids = identity.turn_end_ids if identity is not None else ()
-    return Side(tokenizer, model, name=name, eos_ids=eos_ids, turn_end_ids=turn_end_ids, kept=kept, int8=int8)
+    return Side(
+        tokenizer, model, name=name, eos_ids=eos_ids, turn_end_ids=turn_end_ids, kept=kept, weights=weights
+    )
 
 
 def first_bytes(text: bytes, target_adds: bool, drafter_adds: bool) -> bytes:

@@ -1,0 +1,214 @@
+"""Other layouts of a model's weights on the CPU, to read fewer bytes per step or to read them faster.
+
+One token's forward is as fast as the weights can be read. "packed" weights are the same bfloat16 numbers in the order
+oneDNN likes; "int8" and "int4" are coarser copies. A drafter may be as coarse as it likes: what it proposes is judged
+by the very law it was drawn from, so acceptance is all it can cost. A target may only be packed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hetspec.errors import InvalidInput, UnsupportedModel
+
+WEIGHTS = ("auto", "own", "packed", "int8", "int4")
+TARGET_WEIGHTS = ("own", "packed")
+# From this many positions on (prompts), a forward is bound by arithmetic: the model's own layer is faster.
+WIDE = 17
+GROUP = 32  # int4 weights that share a scale
+INT4_ROWS = 16  # the int4 kernel takes multiples of this
+
+
+class Relaid(nn.Module):
+    """A linear layer with another layout of its weights for short reads; long ones use the layer it was made from.
+
+    Args:
+        linear: bfloat16, on the CPU; not changed.
+    """
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self._own = (linear,)  # in a tuple: not a child, its weights are not read in a step
+
+    @property
+    def packed_bytes(self) -> int:
+        """Bytes that a step reads."""
+        raise NotImplementedError
+
+    def multiply(self, x: Tensor) -> Tensor:
+        """[n, out] from [n, in], without the bias."""
+        raise NotImplementedError
+
+    def dequantised(self) -> Tensor:
+        """float32[out, in], the weights as they are stored."""
+        raise NotImplementedError
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., out] from [..., in]."""
+        own = self._own[0]
+        rows = x.reshape(-1, self.in_features)
+        if len(rows) >= WIDE:
+            return own(x)  # type: ignore[no-any-return]
+        out = self.multiply(rows).reshape(*x.shape[:-1], self.out_features)
+        return out if own.bias is None else out + own.bias
+
+
+class PackedLinear(Relaid):
+    """The same bfloat16 weights, in oneDNN's blocked order: a third more bytes per second."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__(linear)
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), 1)
+
+    @property
+    def packed_bytes(self) -> int:
+        """Two per weight."""
+        return 2 * self.in_features * self.out_features
+
+    def multiply(self, x: Tensor) -> Tensor:
+        """[n, out] from [n, in]; sums in float32, rounds once, as the plain layer does."""
+        product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, None, "none", [], "")
+        return product
+
+    def dequantised(self) -> Tensor:
+        """The layer's own weights."""
+        return self._own[0].weight.detach().float()
+
+
+class Int8Linear(Relaid):
+    """Symmetric int8 weights, one scale per output row; activations stay as they are."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__(linear)
+        wide = linear.weight.detach().float()
+        scale = (wide.abs().amax(dim=1) / 127).clamp(min=torch.finfo(torch.float32).tiny)
+        self._weight = (wide / scale[:, None]).round().to(torch.int8)
+        self._scale = scale.to(linear.weight.dtype)
+
+    @property
+    def packed_bytes(self) -> int:
+        """One per weight, and the scales."""
+        return self._weight.numel() + 2 * self._scale.numel()
+
+    def multiply(self, x: Tensor) -> Tensor:
+        """[n, out] from [n, in]."""
+        return torch._weight_int8pack_mm(x, self._weight, self._scale)
+
+    def dequantised(self) -> Tensor:
+        """float32[out, in]."""
+        return self._weight.float() * self._scale.float()[:, None]
+
+
+class Int4Linear(Relaid):
+    """Int4 weights in groups of 32 inputs with a scale and a middle each; activations stay as they are."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__(linear)
+        steps, scale, middle = self.quantised(linear.weight)
+        self._packed = torch._convert_weight_to_int4pack_for_cpu(steps.int().flatten(1) + 8, 2)
+        self._groups = torch.cat([scale, middle], dim=2).transpose(0, 1).contiguous()
+
+    @staticmethod
+    def quantised(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Steps −8…7 [out, groups, 32], scales and middles bfloat16[out, groups, 1] of weights [out, in]."""
+        groups = weight.detach().float().reshape(len(weight), -1, GROUP)
+        low, high = groups.aminmax(dim=2, keepdim=True)
+        # Rounded to what the kernel reads before the weights are divided by it.
+        scale = ((high - low) / 15).clamp(min=1e-8).bfloat16()
+        middle = (low + 8 * scale.float()).bfloat16()
+        steps = ((groups - middle.float()) / scale.float()).round().clamp(-8, 7)
+        return steps, scale, middle
+
+    @staticmethod
+    def fits(linear: nn.Linear) -> bool:
+        """Whether the kernel takes a layer of this shape."""
+        return linear.in_features % GROUP == 0 and linear.out_features % INT4_ROWS == 0
+
+    @property
+    def packed_bytes(self) -> int:
+        """Half a byte per weight, and the groups."""
+        return self.in_features * self.out_features // 2 + 2 * self._groups.numel()
+
+    def multiply(self, x: Tensor) -> Tensor:
+        """[n, out] from [n, in]."""
+        return torch._weight_int4pack_mm_for_cpu(x, self._packed, GROUP, self._groups)
+
+    def dequantised(self) -> Tensor:
+        """float32[out, in]."""
+        steps, scale, middle = self.quantised(self._own[0].weight)
+        return (steps * scale.float() + middle.float()).flatten(1)
+
+
+def relaid_view(model: Any, weights: str) -> Any:
+    """A view of a model whose linear layers read another layout; the model itself stays as it is.
+
+    Embeddings and everything that is not a plain linear layer (experts kept in one tensor, say) are shared. With int4
+    the LM head, whose rounding reaches the law directly, gets int8, and so does a layer the int4 kernel cannot take.
+
+    Args:
+        model: a transformers causal language model in bfloat16 on the CPU.
+        weights: "packed", "int8", "int4"; "own" for the model as it is; "auto" is "packed" where that can be had.
+
+    Raises:
+        InvalidInput: not one of these.
+        UnsupportedModel: another dtype or device, a quantised model, or nothing to convert.
+    """
+    if weights not in WEIGHTS:
+        raise InvalidInput(f"unknown weights {weights!r}.", f"Choose one of {', '.join(WEIGHTS)}.")
+    if weights == "own" or (weights == "auto" and not _can_pack(model)):
+        return model
+    name = type(model).__name__
+    if model.dtype != torch.bfloat16 or model.device.type != "cpu":
+        raise UnsupportedModel(
+            f"{weights} weights pay for bfloat16 on the CPU; {name} is {str(model.dtype).removeprefix('torch.')} on "
+            f"{model.device}.",
+            "Load the model in bfloat16 on the CPU, or leave them out.",
+        )
+    if weights == "packed" and not _can_pack(model):
+        raise UnsupportedModel(
+            "this processor has no bfloat16 arithmetic for oneDNN.", "Leave packed weights out."
+        )
+    head = model.get_output_embeddings()
+
+    def made(linear: nn.Linear) -> nn.Module:
+        if weights in ("auto", "packed"):
+            return PackedLinear(linear)
+        coarse = weights == "int4" and linear is not head and Int4Linear.fits(linear)
+        return Int4Linear(linear) if coarse else Int8Linear(linear)
+
+    view = _converted(model, made)
+    if view is model and weights != "auto":
+        raise UnsupportedModel(
+            f"{name} has no plain linear layer to convert.", f"Leave {weights} weights out."
+        )
+    return view
+
+
+def step_bytes(module: Any) -> int:
+    """Bytes of weights in a module, as a step reads them; a tensor shared by two modules counts once."""
+    tensors = (*module.parameters(), *module.buffers())
+    relaid = sum(m.packed_bytes for m in module.modules() if isinstance(m, Relaid))
+    return relaid + sum(int(t.numel() * t.element_size()) for t in tensors)
+
+
+def _can_pack(model: Any) -> bool:
+    half = model.dtype == torch.bfloat16 and model.device.type == "cpu"
+    return half and torch.backends.mkldnn.enabled and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def _converted(module: Any, made: Callable[[nn.Linear], nn.Module]) -> Any:
+    from hetspec.runtime.models import shallow_view
+
+    if type(module) is nn.Linear:
+        return made(module)
+    children = {name: _converted(child, made) for name, child in module._modules.items() if child is not None}
+    if all(child is module._modules[name] for name, child in children.items()):
+        return module
+    view = shallow_view(module)
+    view._modules.update(children)
+    return view
