@@ -311,14 +311,12 @@ class ModelRow:
     """One sequence read by a `CachedModel`, with its KV cache."""
 
     def __init__(self, model: CachedModel) -> None:
-        from transformers import DynamicCache
+        from hetspec.runtime.cache import new_cache
 
         self._model = model
         self.rows = model.rows
         self.max_length = model.max_length
-        # Without a config every layer of the cache keeps all positions; sliding windows are then a matter of the
-        # mask alone, and cropping is exact beyond the window (BUGS A10).
-        self.cache = DynamicCache()
+        self.cache = new_cache()
         self.length = 0
         self.forwards = 0
         self.tokens_fed = 0
@@ -355,9 +353,9 @@ class ModelRow:
 
     def forget(self) -> None:
         """Forgets everything, and gives the memory back."""
-        from transformers import DynamicCache
+        from hetspec.runtime.cache import new_cache
 
-        self.cache, self.length = DynamicCache(), 0
+        self.cache, self.length = new_cache(), 0
 
     def crop(self, length: int) -> None:
         """Forgets everything after the first `length` ids."""

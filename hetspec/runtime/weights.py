@@ -198,7 +198,7 @@ def step_bytes(module: Any) -> int:
 
 def _can_pack(model: Any) -> bool:
     half = model.dtype == torch.bfloat16 and model.device.type == "cpu"
-    return half and torch.backends.mkldnn.enabled and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return half and bool(torch.backends.mkldnn.enabled) and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def _converted(module: Any, made: Callable[[nn.Linear], nn.Module]) -> Any:
