@@ -101,20 +101,22 @@ def bench(
         target_weights=target_weights,
         say=say,
     )
-    race = Race(collections, tuple(contestants), temperature, max_new_tokens, seed)
-    total = len(contestants) * sum(map(len, collections.values()))
-    with progress_bar(total, "runs", silent=silent) as progress:
-        results = run_race(engine, race, screen=screen, resume=resume, progress=progress)
-    rows = summary(race, results)
     setting = {
         "target": artifact.target.name,
         "drafter": artifact.drafter.name,
         "temperature": temperature,
         "max_new_tokens": max_new_tokens,
         "dtype": dtype,
-        **machine(),
+        "draft_weights": draft_weights,
+        "target_weights": target_weights,
+        "head": "whole" if full_head or artifact.head is None else f"{len(artifact.head.kept)} rows",
     }
-    runs = _log(tracking_uri, setting, rows)
+    race = Race(collections, tuple(contestants), temperature, max_new_tokens, seed, setting)
+    total = len(contestants) * sum(map(len, collections.values()))
+    with progress_bar(total, "runs", silent=silent) as progress:
+        results = run_race(engine, race, screen=screen, resume=resume, progress=progress)
+    rows = summary(race, results)
+    runs = _log(tracking_uri, artifact, {**setting, **machine()}, rows)
     if as_json:
         identical = None if temperature else all(r["identical"] == r["prompts"] for r in rows)
         print_json(
@@ -150,8 +152,9 @@ def _cells(row: dict[str, Any]) -> list[str]:
     ]
 
 
-def _log(uri: str, setting: dict[str, Any], rows: list[dict[str, Any]]) -> list[str]:
-    """One comparison for each kind of prompts; the run ids."""
+def _log(uri: str, pair: Any, setting: dict[str, Any], rows: list[dict[str, Any]]) -> list[str]:
+    """One comparison for each kind of prompts, with its plots; the run ids."""
+    from hetspec.prep.report import speed_plots
     from hetspec.tracking import Store
 
     store = Store(uri or None)
@@ -166,5 +169,7 @@ def _log(uri: str, setting: dict[str, Any], rows: list[dict[str, Any]]) -> list[
             for r in rows
             if r["collection"] == collection
         ]
-        runs.append(store.log_comparison({**setting, "prompts": collection}, flat))
+        title = f"{collection}, temperature {setting['temperature']:g}"
+        plots = speed_plots(pair, title, [r for r in rows if r["collection"] == collection])
+        runs.append(store.log_comparison({**setting, "prompts": collection}, flat, plots))
     return runs

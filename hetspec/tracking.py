@@ -241,12 +241,18 @@ class Store:
             self.client.set_terminated(run_id, "FAILED")
             raise
 
-    def log_comparison(self, setting: Mapping[str, Any], rows: list[dict[str, Any]]) -> str:
+    def log_comparison(
+        self,
+        setting: Mapping[str, Any],
+        rows: list[dict[str, Any]],
+        figures: Mapping[str, Figure] | None = None,
+    ) -> str:
         """Stores one comparison in the bench experiment: a parent run and a nested run per contestant.
 
         Args:
             setting: what all contestants share (params of every run).
             rows: figures by contestant, `name` among them; what is None is left out.
+            figures: plots by artifact path.
 
         Returns:
             The parent's run id.
@@ -269,6 +275,7 @@ class Store:
             children,
             kind="comparison",
             tables={"tables/contestants.json": {"contestants": rows}},
+            figures=figures,
         )
 
     def log_nested(

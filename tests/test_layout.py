@@ -36,7 +36,7 @@ MAY_IMPORT = {
     "cli_tune": FOUNDATION | {"console", "cli_prep", "parts", "artifact", "sources", "prep", "tracking"},
     "cli_predict": FOUNDATION | {"console", "artifact", "sources", "runtime", "prep", "tracking"},
     "prompts": {"sources"},
-    "cli_bench": FOUNDATION | {"console", "prompts", "runtime", "tracking"},
+    "cli_bench": FOUNDATION | {"prep", "console", "prompts", "runtime", "tracking"},
     "cli": FOUNDATION | {"console", "cli_bench", "cli_prep", "cli_tune", "cli_predict", "runtime", "demo"},
 }
 # Inside the runtime: the mathematics knows nothing of the loop, the loop nothing of the user's API.

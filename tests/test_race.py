@@ -7,6 +7,7 @@ import json
 import pytest
 
 from hetspec.errors import InvalidInput
+from hetspec.prep.report import speed_plots
 from hetspec.prompts import QUESTIONS, prompts_of
 from hetspec.runtime.race import PLAIN, Entrant, Race, Runner, run_race, summary
 from tests.test_runtime import CODE, TinyPair
@@ -106,3 +107,24 @@ def test_the_callers_models_stay_as_they_are(engine):
 def test_chats_are_messages():
     chats = prompts_of("chat", 3)
     assert [c[0]["content"] for c in chats] == list(QUESTIONS[:3])
+
+
+def test_runs_of_another_setting_do_not_count(engine, tmp_path):
+    runs = tmp_path / "runs.jsonl"
+    names = (PLAIN, "slem:3")
+    run_race(engine, race(names, setting={"draft_weights": "own"}), resume=runs)
+    run_race(engine, race(names, setting={"draft_weights": "int4"}), resume=runs)
+    keys = [json.loads(line)["key"]["draft_weights"] for line in runs.read_text().splitlines()]
+    assert keys == ["own"] * 6 + ["int4"] * 6
+
+
+def test_the_plots_show_every_contestant(engine):
+    setting = race(NAMES[:4])
+    rows = [r for r in summary(setting, run_race(engine, setting)) if r["collection"] == "code"]
+    plots = speed_plots(engine.pair, "code, temperature 0", rows)
+    assert set(plots) == {"plots/speed.png", "plots/time.png"}
+    labels = [label.get_text() for label in plots["plots/speed.png"].axes[0].get_yticklabels()]
+    assert labels == list(NAMES[:4])
+    assert [label.get_text() for label in plots["plots/time.png"].axes[0].get_yticklabels()] == list(
+        NAMES[1:4]
+    )

@@ -5,7 +5,7 @@ One-colour, colour-blind safe; units on the axes; the pair and its key in the fo
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -333,6 +333,45 @@ def prediction_plot(pair: PairArtifact, found: Sequence[Prediction]) -> Figure:
     axes.set_ylabel("ratio (band: 95 % over texts)")
     axes.legend(frameon=False)
     return figure
+
+
+PARTS = {"target": BLUE, "drafter": ORANGE, "verify": "#009E73", "align": "#CC79A7", "other": GREY}
+
+
+def speed_plots(pair: PairArtifact, title: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, Figure]:
+    """A race's outcome: ratios to plain decoding with their quartiles, and where hetspec's time went.
+
+    Args:
+        pair: what raced.
+        title: of both plots.
+        rows: of one kind of prompts, from `race.summary`.
+    """
+    speed, (axes,) = _figure(pair)
+    axes.set_title(f"Tokens per second over transformers' plain decoding: {title}", fontsize=12)
+    places = np.arange(len(rows))[::-1]
+    ratios = [row["ratio_to_plain"] for row in rows]
+    middle = np.array([r["median"] for r in ratios])
+    reach = [middle - [r["low"] for r in ratios], [r["high"] for r in ratios] - middle]
+    colours = [ORANGE if row["name"].startswith("hf-") else BLUE for row in rows]
+    axes.barh(places, middle, color=colours, xerr=np.maximum(reach, 0), capsize=3, ecolor="black")
+    axes.axvline(1, color="black", linewidth=0.8, linestyle="--")
+    axes.set_yticks(places, [row["name"] for row in rows])
+    axes.set_xlabel("ratio, median over prompts (bars: quartiles; blue: hetspec, orange: transformers)")
+    found = {"plots/speed.png": speed}
+    own = [row for row in rows if row["shares"]]
+    if own:
+        time, (axes,) = _figure(pair)
+        axes.set_title(f"Where the time went: {title}", fontsize=12)
+        places, left = np.arange(len(own))[::-1], np.zeros(len(own))
+        for part, colour in PARTS.items():
+            share = np.array([100 * row["shares"][part] for row in own])
+            axes.barh(places, share, left=left, color=colour, label=part)
+            left = left + share
+        axes.set_yticks(places, [row["name"] for row in own])
+        axes.set_xlabel("share of the time (%)")
+        axes.legend(frameon=False, ncols=len(PARTS), loc="upper center", bbox_to_anchor=(0.5, -0.12))
+        found["plots/time.png"] = time
+    return found
 
 
 def measured_plot(

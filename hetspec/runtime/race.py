@@ -106,6 +106,8 @@ class Race:
         temperature: 0 for greedy.
         max_new_tokens: of every text; end-of-text does not end one, so that all are equally long.
         seed: of the first prompt; one more for each next.
+        setting: what else the figures depend on (models, dtype, layout of the weights); finished runs of another
+            setting do not count.
     """
 
     collections: dict[str, list[Any]]
@@ -113,6 +115,7 @@ class Race:
     temperature: float = 0.0
     max_new_tokens: int = 64
     seed: int = 0
+    setting: dict[str, Any] = field(default_factory=dict)
 
 
 class Runner:
@@ -309,11 +312,8 @@ def machine() -> dict[str, Any]:
 
 def _key(race: Race) -> dict[str, Any]:
     """What must be the same for a finished run to count."""
-    return {
-        "temperature": race.temperature,
-        "max_new_tokens": race.max_new_tokens,
-        "seed": race.seed,
-    } | machine()
+    key = {"temperature": race.temperature, "max_new_tokens": race.max_new_tokens, "seed": race.seed}
+    return {**race.setting, **key, **machine()}
 
 
 def _read(resume: Path | None, race: Race) -> dict[tuple[str, str, int], Result]:
