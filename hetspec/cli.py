@@ -27,6 +27,7 @@ from hetspec.console import (
     TargetWeights,
     Uri,
     Voice,
+    live_table,
     load,
     load_engine,
     prep_app,
@@ -308,25 +309,31 @@ def audit(
 @app.command("demo")
 @reporting
 def demo(
-    target: Annotated[str, typer.Option(help="The target's model.")] = "qwen2.5-coder-0.5b",
-    drafter: Annotated[str, typer.Option(help="The drafter's model.")] = "smollm2-135m",
+    target: Annotated[str, typer.Option(help="The target's model.")] = "",
+    drafter: Annotated[str, typer.Option(help="The drafter's model.")] = "",
+    big: Annotated[
+        bool, typer.Option("--big", help="Qwen2.5-Coder-0.5B ← SmolLM2-135M (570 MB to fetch).")
+    ] = False,
     num_draft_tokens: Annotated[int, typer.Option(min=1, help="Draft length.")] = 3,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 64,
     tracking_uri: Uri = "",
     as_json: Json = False,
 ) -> None:
     """Build a real pair, store it, and generate the same text with and without the drafter."""
-    from hetspec.demo import run_demo
+    from hetspec.demo import HEADERS, run_demo
 
-    record = run_demo(
-        target,
-        drafter,
-        num_draft_tokens=num_draft_tokens,
-        max_new_tokens=max_new_tokens,
-        uri=tracking_uri or None,
-        say=Voice(as_json),
-        out=(lambda _: None) if as_json else print,
-    )
+    usual = ("qwen2.5-coder-0.5b", "smollm2-135m") if big else ("smollm2-135m", "tiny-bpe")
+    with live_table(HEADERS, silent=as_json) as show:
+        record = run_demo(
+            target or usual[0],
+            drafter or usual[1],
+            num_draft_tokens=num_draft_tokens,
+            max_new_tokens=max_new_tokens,
+            uri=tracking_uri or None,
+            say=Voice(as_json),
+            out=(lambda _: None) if as_json else print,
+            show=show,
+        )
     if as_json:
         print_json(record)
 

@@ -124,6 +124,19 @@ def progress_bar(total: int, label: str, *, silent: bool) -> Iterator[Callable[[
         yield lambda done: bar.update(task, completed=done)
 
 
+@contextlib.contextmanager
+def live_table(headers: list[str], *, silent: bool) -> Iterator[Callable[[list[list[str]]], None]]:
+    """A table that can be drawn again and again on stderr when it is a terminal."""
+    if silent or not sys.stderr.isatty():
+        yield lambda rows: None
+        return
+    from rich.console import Console
+    from rich.live import Live
+
+    with Live(console=Console(stderr=True), transient=True) as live:
+        yield lambda rows: live.update(_table(headers, rows))
+
+
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
@@ -240,6 +253,11 @@ def print_table(headers: list[str], rows: list[list[str]], title: str = "", empt
             print("\t".join(row))
         return
     from rich.console import Console
+
+    Console().print(_table(headers, rows, title))
+
+
+def _table(headers: list[str], rows: list[list[str]], title: str = "") -> Any:
     from rich.table import Table
 
     table = Table(title=title or None, title_justify="left")
@@ -247,4 +265,4 @@ def print_table(headers: list[str], rows: list[list[str]], title: str = "", empt
         table.add_column(header, justify="left" if i == 0 else "right", overflow="fold")
     for row in rows:
         table.add_row(*row)
-    Console().print(table)
+    return table

@@ -197,8 +197,20 @@ def named_texts(name: str) -> list[str]:
 # --- from names to places ------------------------------------------------------------------------
 
 
+def shipped_drafters() -> dict[str, Path]:
+    """Directories of the small drafters that come with hetspec, by name."""
+    package = Path(__file__).parent
+    # Inside an installed wheel, or beside the package in a checkout.
+    for root in (package / "drafters", package.parent / "artifacts" / "drafters"):
+        if root.is_dir():
+            return {path.parent.name: path.parent for path in sorted(root.glob("*/config.json"))}
+    return {}
+
+
 def _locate(name: str, *, local_files_only: bool) -> Path | str:
     """A local file or directory, or the hub id itself."""
+    if name in shipped_drafters():
+        return shipped_drafters()[name]
     spec = PACKAGED.get(name)
     if spec:
         if spec.kind == "texts":
@@ -228,7 +240,7 @@ def _alternatives(name: str) -> str:
     close = list(
         dict.fromkeys(known[match] for match in difflib.get_close_matches(short, known, n=3, cutoff=0.6))
     )
-    loadable = [key for key, spec in PACKAGED.items() if spec.kind != "texts"]
+    loadable = [key for key, spec in PACKAGED.items() if spec.kind != "texts"] + list(shipped_drafters())
     meant = f"Did you mean {' or '.join(close)}? " if close else ""
     kinds = "a local directory, a tokenizer file, a hub id (org/name) or a packaged name"
     return f"{meant}Give {kinds}: {', '.join(loadable)}."
