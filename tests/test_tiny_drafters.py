@@ -78,8 +78,10 @@ def target() -> tuple[Any, Any]:
     end = tiny_train.end_id(tokenizer)
     shape = Shape(tokenizer.get_vocab_size(), 32, 2, 2, 64, 512)
     wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=tiny_train.END, unk_token=None)
-    wrapped.chat_template = "{% for m in messages %}{{ m['role'] + '\n' + m['content'] + '<|im_end|>' }}{% endfor %}"
+    wrapped.chat_template = (
+        "{% for m in messages %}{{ m['role'] + '\n' + m['content'] + '<|im_end|>' }}{% endfor %}"
         "{{ '\nassistant\n' }}"
+    )
     return tiny_train.new_model(shape, end, 1).eval(), wrapped
 
 
