@@ -31,7 +31,7 @@ from hetspec.vocab import Vocabulary
 
 TARGET = "smollm2-135m"
 MOST_PROMPTS = 16  # of a kind that a benchmark takes: the passages of any such benchmark are kept out
-SHARES = {"written": 0.75, "stdlib": 0.15, "passages": 0.10}  # of the windows trained on
+SHARES = {"written": 0.70, "stdlib": 0.15, "passages": 0.15}  # of the windows trained on
 HELD_OUT = 40  # one of so many texts
 OUTPUT = Path(__file__).parent.parent / "artifacts" / "drafters"
 
@@ -111,7 +111,11 @@ def make_drafter(
     sources = [Source(streams[key], share) for key, share in SHARES.items()]
     progress.console.print(f"{name}: {', '.join(f'{len(ids):,} ids {key}' for key, ids in streams.items())}")
     settings = TrainingSettings(
-        minutes=arguments.minutes, batch=4096 // shape.window, length=shape.window, seed=arguments.seed
+        minutes=arguments.minutes,
+        batch=2048,
+        length=shape.window,
+        seed=arguments.seed,
+        compile=arguments.compile,
     )
     model = tiny_train.new_model(shape, tiny_train.end_id(tokenizer), arguments.seed)
     task = progress.add_task(f"training {name}", total=settings.minutes * 60)
@@ -132,6 +136,7 @@ def make_drafter(
     command = (
         f"python pipelines/train_tiny_drafter.py {name} --shards {arguments.shards} --batch {arguments.batch} "
         f"--max-new {arguments.max_new} --minutes {arguments.minutes:g} --seed {arguments.seed}"
+        f"{' --compile' * arguments.compile}"
     )
     card = tiny_card.card(name, shape, trained, counts, figures, rows, command)
     (folder / "README.md").write_text(card, "utf-8")
@@ -167,6 +172,7 @@ def main() -> int:
     parser.add_argument("--batch", type=int, default=128, help="texts per shard")
     parser.add_argument("--max-new", type=int, default=144, help="target tokens per text")
     parser.add_argument("--minutes", type=float, default=15, help="of training, for each drafter")
+    parser.add_argument("--compile", action="store_true", help="train faster; needs a C++ compiler")
     parser.add_argument("--prompts", type=int, default=4, help="of each kind to measure on; 0: do not")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--work", type=Path, default=cache_dir() / "tiny-drafters", help="texts, checkpoints")

@@ -153,7 +153,7 @@ def test_a_stopped_training_goes_on_where_it_was(tmp_path: Path) -> None:
             if trained.steps == stop_at:
                 raise KeyboardInterrupt
 
-        settings = TrainingSettings(minutes, batch=4, length=16)
+        settings = TrainingSettings(minutes, batch=64, length=16)
         model = tiny_train.new_model(TINY, 299, 0)
         return tiny_train.train(model, [Source(ids, 1.0)], settings, checkpoint, progress)
 
