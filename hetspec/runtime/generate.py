@@ -181,7 +181,9 @@ class Engine:
                 f"Choose {' or '.join(TARGET_WEIGHTS)}.",
             )
         identity = pair.target if pair else None
-        self.target = make_side(target, target_tokenizer, identity, "target", weights=target_weights)
+        self.target = make_side(
+            target, target_tokenizer, identity, "target", weights=target_weights, stepwise=True
+        )
         self._records: dict[
             Any, dict[str, Record]
         ] = {}  # what "auto" has seen, by the settings it saw it with

@@ -6,7 +6,6 @@ returns logits for the last of them, and can be cut back. Knows nothing about vo
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
 import time
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor
 
 from hetspec.errors import HetspecError, StaleArtifact, UnsupportedModel
+from hetspec.runtime.views import shallow_view
 from hetspec.runtime.weights import relaid_view, step_bytes
 
 
@@ -53,12 +53,15 @@ class CachedModel:
         model: a decoder-only model; neither it nor its configuration is changed.
         kept: int[h], rows of the LM head to compute; all others have no probability. None for all.
         weights: the layout of the weights it reads (`weights.relaid_view`).
+        stepwise: read several tokens bit for bit as one by one, where that can be had (`attention.stepwise_view`).
 
     Raises:
         UnsupportedModel: the model is encoder-decoder, its state cannot be cropped, or its head not pruned.
     """
 
-    def __init__(self, model: Any, kept: np.ndarray | None = None, *, weights: str = "own") -> None:
+    def __init__(
+        self, model: Any, kept: np.ndarray | None = None, *, weights: str = "own", stepwise: bool = False
+    ) -> None:
         config = model.config.get_text_config()
         name = getattr(model.config, "_name_or_path", "") or type(model).__name__
         if getattr(model.config, "is_encoder_decoder", False):
@@ -89,6 +92,10 @@ class CachedModel:
         self.kept = None if kept is None else torch.from_numpy(kept.astype(np.int64))
         self.reader = model if self.kept is None else with_pruned_head(model, self.kept)
         self.reader = relaid_view(self.reader, weights)
+        if stepwise:
+            from hetspec.runtime.attention import stepwise_view
+
+            self.reader = stepwise_view(self.reader)
         if model not in _PROBED:
             self._probe()
             _PROBED.add(model)
@@ -298,13 +305,6 @@ def with_pruned_head(model: Any, kept: Tensor) -> Any:
         parent = parent._modules[name]
     parent._modules[path[-1]] = sliced
     return view
-
-
-def shallow_view(module: Any) -> Any:
-    """A module of the same class that shares everything, with its own attributes and its own list of children."""
-    clone = copy.copy(module)
-    clone._modules = dict(module._modules)
-    return clone
 
 
 class ModelRow:

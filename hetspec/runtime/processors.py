@@ -18,9 +18,9 @@ from torch import Tensor
 
 from hetspec.errors import GenerationError, InvalidInput
 from hetspec.runtime.laws import Warping
-from hetspec.runtime.models import shallow_view
 from hetspec.runtime.options import Options
 from hetspec.runtime.sides import Side
+from hetspec.runtime.views import shallow_view
 
 Processor: TypeAlias = Callable[[Tensor, Tensor], Tensor]  # (ids [1, S], scores [1, V]) -> scores [1, V]
 Criterion: TypeAlias = Callable[..., Any]  # (ids [1, S], scores) -> whether to stop

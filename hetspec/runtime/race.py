@@ -21,9 +21,9 @@ import torch
 from hetspec.errors import InvalidInput
 from hetspec.runtime.algorithms import ALGORITHMS
 from hetspec.runtime.generate import Engine
-from hetspec.runtime.models import shallow_view
 from hetspec.runtime.options import plain_law
 from hetspec.runtime.verify import METHODS
+from hetspec.runtime.views import shallow_view
 
 PLAIN = "hf-plain"  # the reference of every ratio
 WARM_UP_TOKENS = 8

@@ -28,6 +28,7 @@ class Side:
         eos_ids, turn_end_ids: as recorded in the pair.
         kept: rows of the model's LM head to compute; None for all.
         weights: the layout of the model's weights.
+        stepwise: whether the model reads several tokens as one by one.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class Side:
         turn_end_ids: tuple[int, ...],
         kept: np.ndarray | None = None,
         weights: str = "own",
+        stepwise: bool = False,
     ) -> None:
         self.tokenizer = tokenizer
         self.backend = getattr(tokenizer, "backend_tokenizer", None) or getattr(
@@ -50,7 +52,7 @@ class Side:
                 f"{type(tokenizer).__name__} of {name} is not a fast tokenizer.",
                 "Load it with AutoTokenizer and a tokenizer.json.",
             )
-        self.model = None if model is None else CachedModel(model, kept, weights=weights)
+        self.model = None if model is None else CachedModel(model, kept, weights=weights, stepwise=stepwise)
         self._recorded = (name, eos_ids, turn_end_ids)
         self._stamp: tuple[Any, ...] | None = None
         self.refresh()
@@ -118,6 +120,7 @@ def make_side(
     role: str,
     kept: np.ndarray | None = None,
     weights: str = "own",
+    stepwise: bool = False,
 ) -> Side:
     """A side from what the user gave, or from what the pair recorded."""
     if tokenizer is None:
@@ -128,7 +131,14 @@ def make_side(
     eos_ids = identity.eos_ids if identity is not None else ()
     turn_end_ids = identity.turn_end_ids if identity is not None else ()
     return Side(
-        tokenizer, model, name=name, eos_ids=eos_ids, turn_end_ids=turn_end_ids, kept=kept, weights=weights
+        tokenizer,
+        model,
+        name=name,
+        eos_ids=eos_ids,
+        turn_end_ids=turn_end_ids,
+        kept=kept,
+        weights=weights,
+        stepwise=stepwise,
     )
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from hetspec.errors import InvalidInput, UnsupportedModel
+from hetspec.runtime.views import shallow_view
 
 WEIGHTS = ("auto", "own", "packed", "int8", "int4")
 TARGET_WEIGHTS = ("own", "packed")
@@ -202,8 +203,6 @@ def _can_pack(model: Any) -> bool:
 
 
 def _converted(module: Any, made: Callable[[nn.Linear], nn.Module]) -> Any:
-    from hetspec.runtime.models import shallow_view
-
     if type(module) is nn.Linear:
         return made(module)
     children = {name: _converted(child, made) for name, child in module._modules.items() if child is not None}

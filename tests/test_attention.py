@@ -1,0 +1,68 @@
+"""Passes of several tokens against single steps: in half precision the same bits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hetspec.runtime.attention import MOST, NAME, stepwise_view
+from hetspec.runtime.models import CachedModel
+from tests.toys import tiny_model
+
+TEXT = [(7 * i) % 90 + 3 for i in range(40)]
+NEW = [5, 9, 17, 33, 44, 55]
+
+
+def pass_and_steps(model: CachedModel) -> tuple[torch.Tensor, torch.Tensor]:
+    row = model.new_row()
+    row.forward(TEXT, 1)
+    steps = torch.cat([row.forward([t], 1) for t in NEW])
+    row.crop(len(TEXT))
+    return row.forward(NEW, len(NEW)), steps
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3", "neox", "qwen2"])
+def test_a_pass_gives_the_bits_of_single_steps(kind):
+    model = tiny_model(kind, 96, seed=3).bfloat16()
+    together, steps = pass_and_steps(CachedModel(model, stepwise=True))
+    assert torch.equal(together, steps)
+    packed, steps = pass_and_steps(CachedModel(model, stepwise=True, weights="packed"))
+    assert torch.equal(packed, steps)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+def test_in_float32_it_computes_what_the_usual_attention_computes(kind, monkeypatch):
+    model = tiny_model(kind, 96, seed=3)
+    expected, _ = pass_and_steps(CachedModel(model))
+    assert stepwise_view(model) is model  # float32 products of several rows differ from single ones anyway
+    monkeypatch.setattr(type(model), "dtype", torch.bfloat16)
+    view = stepwise_view(model)
+    monkeypatch.undo()
+    assert view.config._attn_implementation == NAME
+    found = CachedModel(model)
+    found.reader = view
+    assert torch.allclose(pass_and_steps(found)[0], expected, atol=1e-5)
+
+
+def test_the_model_and_its_configuration_stay_as_they_are():
+    model = tiny_model("llama", 96, seed=3).bfloat16()
+    view = stepwise_view(model)
+    assert model.config._attn_implementation == "sdpa"
+    assert view.config is not model.config
+    assert all(m.config is model.config for m in model.modules() if hasattr(m, "config"))
+    assert view.get_input_embeddings().weight is model.get_input_embeddings().weight
+
+
+def test_long_passes_are_prompts():
+    model = tiny_model("llama", 96, seed=3).bfloat16()
+    usual, ours = CachedModel(model).new_row(), CachedModel(model, stepwise=True).new_row()
+    for row in (usual, ours):
+        row.forward(TEXT, 1)
+    new = TEXT[: MOST + 1]
+    assert torch.equal(usual.forward(new, len(new)), ours.forward(new, len(new)))
+
+
+def test_eager_attention_is_left_alone():
+    model = tiny_model("llama", 96, seed=3).bfloat16()
+    model.set_attn_implementation("eager")
+    assert stepwise_view(model) is model
