@@ -63,6 +63,9 @@ def bench(
     draft_weights: DraftWeights = "auto",
     target_weights: TargetWeights = "own",
     seed: Annotated[int, typer.Option(help="Of the first prompt.")] = 0,
+    clock: Annotated[
+        str, typer.Option(help="wall, or cpu: processor time, for a machine that runs other programs, too.")
+    ] = "wall",
     target: TargetModel = "",
     drafter: DrafterModel = "",
     dtype: Dtype = "bfloat16",
@@ -72,8 +75,10 @@ def bench(
 ) -> None:
     """Compare the speed of algorithms, transformers' own among them, alternating in one process."""
     from hetspec.prompts import KINDS, prompts_of
-    from hetspec.runtime.race import PLAIN, Entrant, Race, machine, run_race, summary
+    from hetspec.runtime.race import CLOCKS, PLAIN, Entrant, Race, machine, run_race, summary
 
+    if clock not in CLOCKS:
+        raise InvalidInput(f"unknown clock {clock!r}.", f"Choose {' or '.join(CLOCKS)}.")
     silent = as_json or quiet
     say = Voice(silent)
     names = [
@@ -106,12 +111,13 @@ def bench(
         "drafter": artifact.drafter.name,
         "temperature": temperature,
         "max_new_tokens": max_new_tokens,
+        "clock": clock,
         "dtype": dtype,
         "draft_weights": draft_weights,
         "target_weights": target_weights,
         "head": "whole" if full_head or artifact.head is None else f"{len(artifact.head.kept)} rows",
     }
-    race = Race(collections, tuple(contestants), temperature, max_new_tokens, seed, setting)
+    race = Race(collections, tuple(contestants), temperature, max_new_tokens, seed, clock, setting)
     total = len(contestants) * sum(map(len, collections.values()))
     with progress_bar(total, "runs", silent=silent) as progress:
         results = run_race(engine, race, screen=screen, resume=resume, progress=progress)

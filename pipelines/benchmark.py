@@ -61,6 +61,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--threads", default="1")
     parser.add_argument("--minutes", type=float, default=60)
+    parser.add_argument("--clock", default="wall")
     parser.add_argument("--screen", type=float, default=0.7)
     parser.add_argument("--stages", nargs="+", default=[s.name for s in STAGES])
     arguments = parser.parse_args()
@@ -102,6 +103,7 @@ def run(stage: Stage, name: str, threads: str, arguments: argparse.Namespace, se
     command += ["--pair", arguments.pair, "--algorithms", stage.algorithms, "--prompts", stage.prompts]
     command += ["--texts", str(stage.texts or arguments.texts), "--screen", str(arguments.screen)]
     command += ["--max-new-tokens", str(stage.tokens or arguments.tokens), *stage.options]
+    command += ["--clock", arguments.clock]
     command += ["--resume", str(arguments.out / f"{name}.jsonl"), "--json"]
     print(f"{name} …", file=sys.stderr)
     done = subprocess.run(
@@ -121,7 +123,7 @@ def table(name: str, stage: dict[str, Any]) -> str:
     lines = [
         f"### {name}",
         "",
-        f"drafter's weights {stage['draft_weights']}, target's {stage['target_weights']}",
+        f"drafter's weights {stage['draft_weights']}, target's {stage['target_weights']}; {stage['clock']} time",
         "",
         "| contestant | " + " | ".join(f"{kind} (n)" for kind in kinds) + " |",
         "|---" * (1 + len(kinds)) + "|",

@@ -25,6 +25,7 @@ from hetspec.runtime.options import plain_law
 from hetspec.runtime.verify import METHODS
 from hetspec.runtime.views import shallow_view
 
+CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 PLAIN = "hf-plain"  # the reference of every ratio
 WARM_UP_TOKENS = 8
 HF_LENGTHS = ("3", "5", "8", "default")
@@ -79,7 +80,7 @@ class Result:
     Attributes:
         contestant, collection, prompt: which.
         ids: the new ids.
-        seconds: of the whole call.
+        seconds: of the whole call, by the race's clock.
         stats: hetspec's own; empty for transformers'.
     """
 
@@ -106,6 +107,7 @@ class Race:
         temperature: 0 for greedy.
         max_new_tokens: of every text; end-of-text does not end one, so that all are equally long.
         seed: of the first prompt; one more for each next.
+        clock: "wall", or "cpu": processor time, which other programs on the machine disturb less.
         setting: what else the figures depend on (models, dtype, layout of the weights); finished runs of another
             setting do not count.
     """
@@ -115,6 +117,7 @@ class Race:
     temperature: float = 0.0
     max_new_tokens: int = 64
     seed: int = 0
+    clock: str = "wall"
     setting: dict[str, Any] = field(default_factory=dict)
 
 
@@ -135,12 +138,13 @@ class Runner:
         tokens = tokens or self.race.max_new_tokens
         seed = self.race.seed + number
         ids = self.engine.decoder(prompt, algorithm="none", max_new_tokens=1).ids
+        now = CLOCKS[self.race.clock]
         if contestant.kind.startswith("hf-"):
-            started = time.perf_counter()
+            started = now()
             new = self._transformers(contestant, ids, tokens, seed)
-            return new, time.perf_counter() - started, None
+            return new, now() - started, None
         length: int | str = "auto" if contestant.length == "auto" else int(contestant.length)
-        started = time.perf_counter()
+        started = now()
         out = self.engine.generate(
             prompt,
             algorithm=contestant.kind,
@@ -151,7 +155,7 @@ class Runner:
             seed=None if "auto" in (contestant.kind, contestant.length) else seed,
             **self.law,
         )
-        return out.new_ids, time.perf_counter() - started, out.stats
+        return out.new_ids, now() - started, out.stats
 
     def _transformers(self, contestant: Entrant, ids: list[int], tokens: int, seed: int) -> list[int]:
         """transformers' own decoding, without its warnings' worth of defaults: no EOS, no top-k."""
@@ -312,8 +316,8 @@ def machine() -> dict[str, Any]:
 
 def _key(race: Race) -> dict[str, Any]:
     """What must be the same for a finished run to count."""
-    key = {"temperature": race.temperature, "max_new_tokens": race.max_new_tokens, "seed": race.seed}
-    return {**race.setting, **key, **machine()}
+    own = ("temperature", "max_new_tokens", "seed", "clock")
+    return {**race.setting, **{name: getattr(race, name) for name in own}, **machine()}
 
 
 def _read(resume: Path | None, race: Race) -> dict[tuple[str, str, int], Result]:
