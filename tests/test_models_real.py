@@ -231,3 +231,31 @@ def test_two_step_law_of_a_real_pair(real):
     assert float(((counts - n * draft_law) ** 2 / (n * draft_law)).sum()) > chi2.isf(
         1e-6, 7
     )  # p ≠ π: it can fail
+
+
+@pytest.mark.parametrize("drafter", ["tiny-bpe", "tiny-bytes"])
+def test_half_precision_keeps_every_bit(code, drafter):
+    """Greedy bfloat16 texts, their scores too, are those of plain decoding whatever was drafted (CPU)."""
+    pair = RealPair("smollm2-135m", drafter, dtype=torch.bfloat16)
+    if torch.ops.mkldnn._is_mkldnn_bf16_supported() is False:
+        pytest.skip("LOUD SKIP, this processor has no bfloat16 arithmetic")
+    for number, prompt in enumerate(code[:2] + PROSE[:3]):
+        plain = pair.engine.generate(prompt, algorithm="none", max_new_tokens=40, output_logits=True)
+        out = pair.engine.generate(
+            prompt,
+            algorithm=("slem", "tli", "slrs")[number % 3],
+            num_draft_tokens=(8, 3, 5, 15, 1)[number],
+            max_new_tokens=40,
+            output_logits=True,
+        )
+        assert out.new_ids == plain.new_ids
+        assert all(torch.equal(a, b) for a, b in zip(out.logits, plain.logits, strict=True))
+        ids = torch.tensor([pair.engine.decoder(prompt, algorithm="none", max_new_tokens=1).ids])
+        theirs = pair.target.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=40,
+            do_sample=False,
+            repetition_penalty=None,
+        )
+        assert [int(t) for t in theirs[0, ids.shape[1] :]] == plain.new_ids

@@ -142,6 +142,7 @@ class Decoder:
         max_new_tokens: at least one.
         method: of verification, "block" or "token".
         processing: logits processors and stopping criteria.
+        prompt_alone: read the prompt without candidates, as plain decoding does: its bits depend on the pass's length.
         keep_scores, keep_logits: whether each token's processed scores and raw logits are kept. Scores are what the
             processors leave: to be transformers' own, they must hold the warpers too, and the warping be neutral.
     """
@@ -161,13 +162,14 @@ class Decoder:
         max_new_tokens: int,
         method: str = "block",
         processing: Processing = NO_PROCESSING,
+        prompt_alone: bool = False,
         keep_scores: bool = False,
         keep_logits: bool = False,
     ) -> None:
         self.target, self.vocabulary, self.context = target, vocabulary, context
         self.algorithm, self.warping, self.plan, self.rng = algorithm, warping, plan, rng
         self.eos_ids, self.max_new_tokens, self.method = eos_ids, max_new_tokens, method
-        self.processing = processing
+        self.processing, self.prompt_alone = processing, prompt_alone
         self.scores: list[Tensor] | None = [] if keep_scores else None
         self.logits: list[Tensor] | None = [] if keep_logits else None
         self.ids = list(prompt)
@@ -193,7 +195,7 @@ class Decoder:
         room = min(
             self.max_new_tokens - len(self.new_ids), self.target.max_length - len(self.ids)
         )  # tokens that may still be committed
-        drafted = self.context is not None and room > 1
+        drafted = self.context is not None and room > 1 and not (self.prompt_alone and not self.target.length)
         proposal = self._propose(room - 1) if drafted else Proposal()
         feed = self.ids[self.target.length :] + proposal.ids
         logits = self.target.forward(feed, keep=len(proposal.ids) + 1)
@@ -215,7 +217,7 @@ class Decoder:
         after = self._readings()
         self.plan.observe(
             Step(
-                first=self.stats.steps == 1,
+                first=self.stats.steps == 1 or (drafted and not before[2]),
                 drafted=drafted,
                 proposed=len(proposal.ids),
                 accepted=verdict.accepted,

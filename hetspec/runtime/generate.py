@@ -453,6 +453,7 @@ class Engine:
             max_new_tokens=task.max_new_tokens,
             method=_method(drafting.verify, task.processing),
             processing=task.processing,
+            prompt_alone=target.stepwise,
             keep_scores=task.keep_scores,
             keep_logits=task.keep_logits,
         )

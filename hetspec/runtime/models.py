@@ -92,10 +92,12 @@ class CachedModel:
         self.kept = None if kept is None else torch.from_numpy(kept.astype(np.int64))
         self.reader = model if self.kept is None else with_pruned_head(model, self.kept)
         self.reader = relaid_view(self.reader, weights)
+        self.stepwise = False
         if stepwise:
             from hetspec.runtime.attention import stepwise_view
 
-            self.reader = stepwise_view(self.reader)
+            whole, self.reader = self.reader, stepwise_view(self.reader)
+            self.stepwise = self.reader is not whole
         if model not in _PROBED:
             self._probe()
             _PROBED.add(model)

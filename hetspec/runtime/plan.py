@@ -22,7 +22,7 @@ class Step:
     """What one finished step did and took.
 
     Attributes:
-        first: whether it also read the prompts.
+        first: whether it also read the target's or the drafter's prompt.
         drafted: whether drafting was asked for at all (not at the very end of a generation).
         proposed, accepted: candidates.
         seconds, target_seconds, drafter_seconds: of the whole step and of the models in it.
