@@ -30,6 +30,7 @@ from hetspec.parts import (
     Kernel,
     LawTable,
     PrunedHead,
+    StopTable,
     TokenizerIdentity,
     VocabularyMap,
     is_sha256,
@@ -43,6 +44,7 @@ __all__ = [
     "LawTable",
     "PairArtifact",
     "PrunedHead",
+    "StopTable",
     "TokenizerIdentity",
     "VocabularyMap",
 ]
@@ -62,6 +64,7 @@ class PairArtifact:
         kernels: affinity kernels by prior.
         calibration: what the models say about calibration text, or None.
         head: the rows kept of the drafter's LM head, or None for all.
+        stops: where target tokens end byte by byte, or None.
         figures: numbers worth showing (counts, coverages, seconds), JSON values, nested by chart section.
         provenance: hetspec version, time, sources and settings of every stage, JSON values.
     """
@@ -72,6 +75,7 @@ class PairArtifact:
     kernels: dict[str, Kernel] = field(default_factory=dict)
     calibration: Calibration | None = None
     head: PrunedHead | None = None
+    stops: StopTable | None = None
     figures: dict[str, Any] = field(default_factory=dict)
     provenance: dict[str, Any] = field(default_factory=dict)
 
@@ -122,7 +126,7 @@ class PairArtifact:
     @property
     def parts(self) -> list[str]:
         """Names of the parts it has."""
-        optional = {"calibration": self.calibration, "head": self.head}
+        optional = {"calibration": self.calibration, "head": self.head, "stops": self.stops}
         return [
             "map",
             *(f"kernel-{prior}" for prior in self.kernels),
@@ -214,9 +218,11 @@ ALLOWED_FILES = (
     *(f"kernel-{prior}.safetensors" for prior in KERNEL_PRIORS),
     "calibration.safetensors",
     "head.safetensors",
+    "stops.safetensors",
 )
 _MAP = ("d2t", "t2d", "first")
 _KERNEL, _KERNEL_OPTIONAL = ("indptr", "indices", "weights"), ("mu", "fit", "head_fit", "counts")
+_STOPS = ("stop", "counts")
 _TOKEN_FIGURES = ("mean", "variance", "counts", "drafter_counts")
 _LAWS = ("p_indptr", "p_ids", "p_masses", "q_indptr", "q_ids", "q_masses", "documents")
 _CALIBRATION = (*_TOKEN_FIGURES, *(f"{split}_{name}" for split in ("fit", "held_out") for name in _LAWS))
@@ -245,6 +251,8 @@ def _parts(pair: PairArtifact) -> dict[str, dict[str, np.ndarray]]:
         parts["calibration.safetensors"] = tensors
     if pair.head is not None:
         parts["head.safetensors"] = {"kept": pair.head.kept}
+    if pair.stops is not None:
+        parts["stops.safetensors"] = {name: getattr(pair.stops, name) for name in _STOPS}
     return parts
 
 
@@ -410,6 +418,8 @@ def _read_parts(blobs: dict[str, bytes]) -> dict[str, Any]:
         )
     if "head.safetensors" in blobs:
         parts["head"] = PrunedHead(**_tensors(blobs["head.safetensors"], "head", ("kept",)))
+    if "stops.safetensors" in blobs:
+        parts["stops"] = StopTable(**_tensors(blobs["stops.safetensors"], "stops", _STOPS))
     return parts
 
 

@@ -93,8 +93,12 @@ def generate(
     ] = False,
     algorithm: Annotated[str, typer.Option(help="auto, slem, slrs, tli, rdk or none.")] = "auto",
     slrs_form: Annotated[
-        str, typer.Option(help="lookahead (4d), first (4b) or enumerated (4a, tiny vocabularies only).")
-    ] = "lookahead",
+        str,
+        typer.Option(
+            help="lookahead (4d), first (4b), bytes (4c, for drafters that write bytes), enumerated (4a, tiny "
+            "vocabularies only); auto: bytes where it can be had, else lookahead."
+        ),
+    ] = "auto",
     prior: Annotated[str, typer.Option(help="Which kernel rdk uses; auto: the best held out.")] = "auto",
     verify: Annotated[
         str, typer.Option(help="block or token verification; default: block, where every option allows it.")

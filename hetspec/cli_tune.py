@@ -157,11 +157,14 @@ def calibrate(
 def build_affinity(
     pair: PairName,
     prior: Annotated[
-        str, typer.Option(help="cosegment, covariance, embedding, mean or mixture.")
+        str,
+        typer.Option(
+            help="cosegment, covariance, embedding, mean or mixture; stops, for drafters that write bytes."
+        ),
     ] = "cosegment",
     text: Annotated[
         list[str] | None,
-        typer.Option(help="For cosegment: stdlib, humaneval, passages or a file; may be repeated."),
+        typer.Option(help="For cosegment and stops: stdlib, humaneval, passages or a file; may be repeated."),
     ] = None,
     smoothing: Annotated[
         float, typer.Option(min=0.0, help="For cosegment: pseudo-counts of each token's image.")
@@ -178,18 +181,25 @@ def build_affinity(
 ) -> None:
     """Add an affinity kernel to a pair; with a calibration its weights are fitted and tested on held-out texts."""
     from hetspec.parts import KERNEL_PRIORS
+    from hetspec.prep.report import stops_plots
 
-    if prior not in KERNEL_PRIORS:
-        raise InvalidInput(f"unknown prior {prior!r}.", f"Choose one of {', '.join(KERNEL_PRIORS)}.")
+    if prior not in (*KERNEL_PRIORS, "stops"):
+        raise InvalidInput(f"unknown prior {prior!r}.", f"Choose one of {', '.join(KERNEL_PRIORS)}, stops.")
     silent = as_json or quiet
     say = Voice(silent)
     names = text or ["stdlib"]
-    texts = _for_making(names) if prior == "cosegment" else []
-    # A co-segmentation needs nothing; the other priors need a calibration.
-    old, parent, store = _open(
-        pair, tracking_uri, output, prefer="" if prior == "cosegment" else "calibration"
-    )
+    counted = prior in ("cosegment", "stops")
+    texts = _for_making(names) if counted else []
+    # What is counted on text needs nothing; the other priors need a calibration.
+    old, parent, store = _open(pair, tracking_uri, output, prefer="" if counted else "calibration")
     plots: dict[str, Any] = {}
+    if prior == "stops":
+        new = _stops(old, texts, names, say, silent=silent)
+        params: dict[str, Any] = {"prior": prior, "texts": " ".join(names)}
+        run_id, place = _store(new, store, "build-affinity", params, stops_plots(new), parent, output)
+        extra = {"stops": new.figures["stops"], "seconds": new.figures["stops"]["seconds"]}
+        _tell(new, run_id, parent, place, extra, as_json=as_json, quiet=quiet)
+        return
     if prior == "cosegment":
         new, plots = _cosegment(old, texts, names, smoothing, top, say, silent=silent)
     else:
@@ -202,7 +212,7 @@ def build_affinity(
         new = fitted(new, prior, rows=fit_rows)
     plots |= kernel_plots(new, prior)
     figures = new.figures["affinity"][prior]
-    params: dict[str, Any] = {"prior": prior, "top": top}
+    params = {"prior": prior, "top": top}
     if prior == "cosegment":
         params |= {"texts": " ".join(names), "smoothing": smoothing}
     run_id, place = _store(new, store, "build-affinity", params, plots, parent, output)
@@ -248,6 +258,20 @@ def _cosegment(
             old, target, drafter, texts, names, smoothing=smoothing, top=top, progress=progress
         )
     return new, cosegment_plots(new, result)
+
+
+def _stops(
+    old: PairArtifact, texts: list[str], names: list[str], say: Voice, *, silent: bool
+) -> PairArtifact:
+    from hetspec.prep.build import add_stops, prepare
+    from hetspec.sources import hub_commit, load_tokenizer
+
+    say(f"reading the tokenizer of {old.target.name}")
+    target = prepare(load_tokenizer(old.target.name, revision=hub_commit(old.target.revision)))
+    old.target.require(target.vocabulary, "target")
+    total = sum(len(part.encode()) for part in texts)
+    with progress_bar(total, "counting token ends", silent=silent) as progress:
+        return add_stops(old, target, texts, names, progress=progress)
 
 
 def _model_prior(

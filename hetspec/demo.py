@@ -64,7 +64,7 @@ def run_demo(
         first, *others = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
         out(row[0].ljust(len(first)) + "".join(others))
     out(
-        "\nGreedy in bfloat16: every text must be the same (README, Promises)."
+        "\nGreedy in bfloat16: where a text differs, two logits were a rounding error apart (README, Promises)."
         f"\nNext: hetspec-prep ui   hetspec-prep show {stored.run_id}"
         f"   hetspec generate --pair {stored.run_id} --prompt '…'   hetspec demo --big"
     )

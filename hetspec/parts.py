@@ -350,6 +350,28 @@ class PrunedHead:
             raise InvalidArtifact("head: kept ids must ascend strictly from 0.", REBUILD)
 
 
+@dataclass(frozen=True)
+class StopTable:
+    """Where target tokens end, byte by byte (ALGORITHMS §4c): for each node of the target's byte trie but the root,
+    the probability that the token ends before the node's byte, given that this byte comes next.
+
+    Attributes:
+        stop: float32[N], by node of `hetspec.runtime.trie.ByteTrie`; 0 at the root, whose entry means nothing.
+        counts: int64[N], how often the byte came there in the text.
+    """
+
+    stop: np.ndarray
+    counts: np.ndarray
+
+    def __post_init__(self) -> None:
+        if self.stop.dtype != np.float32 or self.stop.ndim != 1 or not len(self.stop):
+            raise InvalidArtifact(f"stops: stop is {self.stop.dtype}{list(self.stop.shape)}.", REBUILD)
+        if not np.isfinite(self.stop).all() or (self.stop < 0).any() or (self.stop > 1).any():
+            raise InvalidArtifact("stops: probabilities must lie in 0..1.", REBUILD)
+        if self.counts.dtype != np.int64 or self.counts.shape != self.stop.shape or (self.counts < 0).any():
+            raise InvalidArtifact("stops: counts must be int64, ≥ 0 and one for each node.", REBUILD)
+
+
 def is_sha256(value: object) -> bool:
     """Whether a value is a digest as this package writes them."""
     return isinstance(value, str) and len(value) == 64 and set(value) <= set("0123456789abcdef")

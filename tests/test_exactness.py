@@ -289,11 +289,11 @@ def test_two_drafter_ids_with_one_image():
 # -- mutants -----------------------------------------------------------------------------------------------------
 
 
-def accept_all(candidates, proposal_laws, logits, warping, rng):
+def accept_all(candidates, proposal_laws, logits, warping, rng, none=None):
     return Verdict([*candidates, rng.categorical(laws.law(logits[-1], warping))], len(candidates))
 
 
-def residual_is_p(candidates, proposal_laws, logits, warping, rng):
+def residual_is_p(candidates, proposal_laws, logits, warping, rng, none=None):
     for j, (t, pi) in enumerate(zip(candidates, proposal_laws, strict=True)):
         p = laws.law(logits[j], warping)
         if not rng.accept(float(p[t] / pi[t])):
@@ -301,7 +301,7 @@ def residual_is_p(candidates, proposal_laws, logits, warping, rng):
     return Verdict([*candidates, rng.categorical(laws.law(logits[-1], warping))], len(candidates))
 
 
-def residual_off_by_one(candidates, proposal_laws, logits, warping, rng):
+def residual_off_by_one(candidates, proposal_laws, logits, warping, rng, none=None):
     for j, (t, pi) in enumerate(zip(candidates, proposal_laws, strict=True)):
         p = laws.law(logits[j], warping)
         if not rng.accept(float(p[t] / pi[t])):
@@ -310,7 +310,7 @@ def residual_off_by_one(candidates, proposal_laws, logits, warping, rng):
     return Verdict([*candidates, rng.categorical(laws.law(logits[-1], warping))], len(candidates))
 
 
-def bonus_from_the_drafter(candidates, proposal_laws, logits, warping, rng):
+def bonus_from_the_drafter(candidates, proposal_laws, logits, warping, rng, none=None):
     verdict = None
     for j, (t, pi) in enumerate(zip(candidates, proposal_laws, strict=True)):
         p = laws.law(logits[j], warping)
@@ -337,7 +337,9 @@ def test_verifier_mutants_are_rejected(monkeypatch, mutant, seed):
 # -- block verification ----------------------------------------------------------------------------------------
 
 
-def block_by_the_book(candidates, proposal_laws, logits, warping, rng, *, clip=True, last=True, weight=True):
+def block_by_the_book(
+    candidates, proposal_laws, logits, warping, rng, none=None, *, clip=True, last=True, weight=True
+):
     """Sun et al. 2403.10444, Algorithm 2, word by word: every draw made, then the largest i that succeeds."""
     n = len(candidates)
     p = [laws.law(row, warping) for row in logits]

@@ -55,8 +55,8 @@ def test_slem_commits_enough_tokens_per_pass(qwen):
 def test_tli_sampling_has_the_acceptance_and_the_text_of_its_laws(qwen, monkeypatch):
     expected, honest = [], verify._verify_token
 
-    def spy(candidates, proposal_laws, logits, warping, rng):
-        verdict = honest(candidates, proposal_laws, logits, warping, rng)
+    def spy(candidates, proposal_laws, logits, warping, rng, none=None):
+        verdict = honest(candidates, proposal_laws, logits, warping, rng, none)
         for j in range(min(verdict.accepted + 1, len(candidates))):
             expected.append(float(laws.acceptance(laws.law(logits[j], warping), proposal_laws[j])))
         return verdict

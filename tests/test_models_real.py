@@ -172,8 +172,8 @@ def test_sampled_acceptance_agrees_with_the_laws(real, monkeypatch):
     """TLI at temperature 1: accepted share of the judged candidates against the mean of Σ min(p, π)."""
     expected, honest = [], verify._verify_token
 
-    def spy(candidates, proposal_laws, logits, warping, rng):
-        verdict = honest(candidates, proposal_laws, logits, warping, rng)
+    def spy(candidates, proposal_laws, logits, warping, rng, none=None):
+        verdict = honest(candidates, proposal_laws, logits, warping, rng, none)
         for j in range(min(verdict.accepted + 1, len(candidates))):
             expected.append(float(laws.acceptance(laws.law(logits[j], warping), proposal_laws[j])))
         return verdict

@@ -69,7 +69,7 @@ def cosegment(
     digest = hashlib.sha256()
     totals = np.zeros(4, dtype=np.int64)  # target tokens, drafter tokens, common boundaries, skipped bytes
     done = 0
-    for batch in _batches(texts):
+    for batch in batches(texts):
         for text in batch:
             digest.update(text)
             done += len(text)
@@ -90,7 +90,7 @@ def cosegment(
     )
 
 
-def _batches(texts: Iterable[bytes]) -> Iterator[list[bytes]]:
+def batches(texts: Iterable[bytes]) -> Iterator[list[bytes]]:
     """Texts cut to pieces at line ends, in batches of about BATCH_BYTES."""
     batch: list[bytes] = []
     size = 0

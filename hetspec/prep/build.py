@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 
 from hetspec import __version__
-from hetspec.artifact import Calibration, Kernel, PairArtifact, TokenizerIdentity
+from hetspec.artifact import Calibration, Kernel, PairArtifact, StopTable, TokenizerIdentity
 from hetspec.errors import InvalidInput
 from hetspec.prep.affinity import TOP_PER_ROW, CosegmentResult, cosegment, kernel_figures
 from hetspec.prep.intersect import build_map, corpus_coverage, map_figures
+from hetspec.prep.stops import stop_table
 from hetspec.segment import Segmenter
 from hetspec.sources import TokenizerSource
 from hetspec.vocab import Vocabulary
@@ -102,6 +103,7 @@ def extend(
     settings: dict[str, Any],
     kernels: dict[str, Kernel] | None = None,
     calibration: Calibration | None = None,
+    stops: StopTable | None = None,
 ) -> PairArtifact:
     """A new artifact with the parts of an old one and some more; the old one is left as it is.
 
@@ -111,7 +113,7 @@ def extend(
         figures: one level of nesting is merged.
         settings: recorded in the provenance.
         kernels: added to, or put in the place of, the old ones.
-        calibration: put in the place of the old one.
+        calibration, stops: put in the place of the old ones.
     """
     if pair.head is not None and kernels:
         _keep_head(pair, kernels)
@@ -131,6 +133,7 @@ def extend(
         pair,
         kernels={**pair.kernels, **(kernels or {})},
         calibration=calibration or pair.calibration,
+        stops=stops or pair.stops,
         figures=merged,
         provenance=provenance,
     )
@@ -228,6 +231,45 @@ def add_cosegment(
         settings=settings,
     )
     return new, result
+
+
+def add_stops(
+    pair: PairArtifact,
+    target: PreparedTokenizer,
+    texts: Sequence[str],
+    names: Sequence[str],
+    *,
+    progress: Callable[[int], None] = lambda _: None,
+) -> PairArtifact:
+    """A pair with a table of where target tokens end; the given one is left as it is.
+
+    Args:
+        pair: the old artifact.
+        target: its target's tokenizer.
+        texts: the corpus.
+        names: what to call its parts.
+        progress: is told the bytes done so far.
+    """
+    started = time.perf_counter()
+    result = stop_table(
+        target.vocabulary, target.segmenter, (text.encode() for text in texts), progress=progress
+    )
+    seconds = time.perf_counter() - started
+    figures = {
+        "texts": " ".join(names),
+        "target_tokens": result.target_tokens,
+        "nodes": len(result.table.stop),
+        "decided": result.decided,
+        "seconds": seconds,
+        "tokens_per_second": result.target_tokens / seconds,
+    }
+    return extend(
+        pair,
+        stage="build-affinity",
+        stops=result.table,
+        figures={"stops": figures},
+        settings={"prior": "stops", "texts": list(names)},
+    )
 
 
 def add_kernel(

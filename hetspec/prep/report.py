@@ -99,6 +99,20 @@ def _held_out(axes: Axes, pair: PairArtifact) -> None:
     _legend_below(axes)
 
 
+def stops_plots(pair: PairArtifact) -> dict[str, Figure]:
+    """How sure the stop table is: the text's bytes by the probability that the token ends before them."""
+    assert pair.stops is not None
+    figure, (axes,) = _figure(pair)
+    axes.set_title("Does the target's token end before this byte?", fontsize=12)
+    edges = np.linspace(0, 1, 21)
+    counts, _ = np.histogram(pair.stops.stop, edges, weights=pair.stops.counts)
+    share = 100 * counts / max(1, counts.sum())
+    axes.bar(edges[:-1] + 0.025, share, 0.045, color=BLUE)
+    axes.set_xlabel("stop probability, given the byte")
+    axes.set_ylabel("share of bytes that could lengthen a whole token (%)")
+    return {"plots/stops.png": figure}
+
+
 def calibration_plots(pair: PairArtifact) -> dict[str, Figure]:
     """How much of the target's mass its likeliest tokens hold, and what of it the drafter can propose."""
     assert pair.calibration is not None

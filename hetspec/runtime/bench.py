@@ -13,12 +13,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from torch import Tensor
+
 from hetspec.runtime import laws
 from hetspec.runtime.algorithms import BEHIND_TOKENS
 from hetspec.runtime.decode import DecodeStats
 from hetspec.runtime.generate import Engine, GenerateOutput
 from hetspec.runtime.options import plain_law
 from hetspec.runtime.rng import TorchRng
+from hetspec.runtime.verify import PointwiseLaw
+
+LIKELIEST = 64  # tokens an overlap is summed over where a law is known token by token
 
 
 @dataclass(frozen=True)
@@ -150,10 +155,18 @@ def direct_acceptance(
         else:
             p = laws.law(row, decoder.warping)
             guess = proposal.laws is None
-            values.append(float(p[proposal.ids[0]]) if guess else float(laws.acceptance(p, proposal.laws[0])))  # type: ignore[index]
+            values.append(float(p[proposal.ids[0]]) if guess else _overlap(p, proposal.laws[0]))  # type: ignore[index]
         ids = [*ids, t]
         context.commit_ids([t], engine.target.vocabulary)
     return values
+
+
+def _overlap(p: Tensor, pi: Tensor | PointwiseLaw) -> float:
+    """`Σ min(p, π)`; of a law known token by token, over the target's likeliest tokens."""
+    if isinstance(pi, Tensor):
+        return float(laws.acceptance(p, pi))
+    masses, ids = p.topk(min(LIKELIEST, len(p)))
+    return sum(min(float(mass), pi[int(x)]) for mass, x in zip(masses, ids, strict=True) if mass > 1e-4)
 
 
 def _row(

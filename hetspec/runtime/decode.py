@@ -245,6 +245,8 @@ class Decoder:
             return Proposal()
         proposal = self.algorithm.propose(self.context, self.ids[-BEHIND_TOKENS:], n, self.rng)
         # Cutting by count, not by value, is harmless: it is known before anything is drawn.
+        if len(proposal.ids) <= most:
+            return proposal
         kept = None if proposal.laws is None else proposal.laws[:most]
         return Proposal(proposal.ids[:most], kept)
 

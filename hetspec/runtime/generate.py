@@ -111,7 +111,7 @@ class Drafting:
 
     algorithm: str = "auto"
     num_draft_tokens: int | str = "auto"
-    slrs_form: str = "lookahead"
+    slrs_form: str = "auto"
     prior: str = "auto"
     verify: str = ""
     draft_temperature: float | None = None
@@ -291,7 +291,7 @@ class Engine:
         algorithm: str = "auto",
         num_draft_tokens: int | str = "auto",
         generation_config: Any = None,
-        slrs_form: str = "lookahead",
+        slrs_form: str = "auto",
         prior: str = "auto",
         verify: str = "",
         seed: int | None = None,
@@ -316,7 +316,8 @@ class Engine:
             num_draft_tokens: candidates per step (drafter tokens for "slem"), or "auto".
             generation_config: a transformers GenerationConfig, or a file or directory with one; by default the
                 target model's own.
-            slrs_form: "lookahead" (4d, with healing), "first" (4b) or "enumerated" (4a) for "slrs".
+            slrs_form: "lookahead" (4d, with healing), "first" (4b), "bytes" (4c, for drafters that write bytes) or
+                "enumerated" (4a) for "slrs"; "auto" is "bytes" where it can be had, else "lookahead".
             prior: which kernel "rdk" uses; "auto" takes the one with the best held-out acceptance.
             verify: "block" verification, which never accepts fewer in expectation, or "token"; by default "block",
                 and "token" with processors that may keep a state.
@@ -431,7 +432,7 @@ class Engine:
             plan = chosen = self._auto(form, task, draft_warping, length, seeded=seeded)
         else:
             name = "none" if drafting.algorithm == "auto" else drafting.algorithm
-            chosen = self._algorithm(name, form, task, draft_warping, drafting.prior)
+            chosen = self._algorithm(name, form, task, draft_warping, drafting.prior, drafting.verify)
             plan = self._plan(length, seeded=seeded)
         context = None
         if self.drafter is not None and chosen.name != "none":
@@ -493,7 +494,13 @@ class Engine:
         return PairTools(self.pair, self.target, self.drafter)
 
     def _algorithm(
-        self, name: str, form: str, task: Task, draft_warping: Warping, prior: str = "auto"
+        self,
+        name: str,
+        form: str,
+        task: Task,
+        draft_warping: Warping,
+        prior: str = "auto",
+        verify: str = "",
     ) -> Algorithm:
         if form not in SLRS_FORMS:
             raise InvalidInput(f"unknown slrs_form {form!r}.", f"Choose one of {', '.join(SLRS_FORMS)}.")
@@ -506,6 +513,11 @@ class Engine:
         if self.drafter is None or self.pair is None:
             raise InvalidInput(
                 f"algorithm {name!r} needs a drafter and a pair.", "Pass drafter=… and pair=…."
+            )
+        if name == "slrs" and verify == "block" and self._tools.form(form) == "bytes":
+            raise InvalidInput(
+                "the form bytes knows its law token by token, which block verification cannot use.",
+                "Use verify='token', or leave it out.",
             )
         return self._tools.algorithm(
             name, form, prior, warping=task.warping, draft_warping=draft_warping, eos_ids=task.eos_ids

@@ -45,7 +45,7 @@ def hf_generate(
     target_weights: str = "own",
     algorithm: str = "auto",
     num_draft_tokens: int | str = "auto",
-    slrs_form: str = "lookahead",
+    slrs_form: str = "auto",
     prior: str = "auto",
     verify: str = "",
     seed: int | None = None,

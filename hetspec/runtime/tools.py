@@ -7,17 +7,19 @@ import functools
 import numpy as np
 
 from hetspec.artifact import PairArtifact
-from hetspec.errors import IncompatiblePair, InvalidInput
+from hetspec.errors import IncompatiblePair, InvalidArtifact, InvalidInput
 from hetspec.parts import KERNEL_PRIORS
 from hetspec.runtime.algorithms import SLEM, Algorithm, DraftSettings, Healing, KernelDraft, LookAhead
 from hetspec.runtime.boundaries import FirstTarget, LongerTokens
+from hetspec.runtime.bytewise import ByteWalk, BytewiseSLRS, is_bytewise
 from hetspec.runtime.enumerated import EnumeratedSLRS
 from hetspec.runtime.kernels import Redistribution, TargetKernel, redistribution
 from hetspec.runtime.laws import Warping
 from hetspec.runtime.sides import Side
+from hetspec.runtime.trie import ByteTrie
 
 FEWEST_COUNTS = 4  # observations from which a kernel's row is believed
-SLRS_FORMS = ("lookahead", "first", "enumerated")
+SLRS_FORMS = ("auto", "lookahead", "first", "bytes", "enumerated")
 
 
 class PairTools:
@@ -117,6 +119,9 @@ class PairTools:
             return KernelDraft("tli", self.intersection, settings)
         if name == "rdk":
             return KernelDraft("rdk", self.redistribution(self.rdk_prior(prior)), settings)
+        form = self.form(form)
+        if form == "bytes":
+            return BytewiseSLRS(ByteWalk(settings, *self.stops))
         kernel = self.first_kernel if form == "first" or self.cosegment is None else self.cosegment
         if form == "enumerated":
             return EnumeratedSLRS(settings, self._target.segmenter)
@@ -129,6 +134,42 @@ class PairTools:
             LookAhead(self.first, self.certainty),
             Healing(self.longer, self._drafter.vocabulary),
         )
+
+    def form(self, asked: str) -> str:
+        """The form of SLRS: "auto" is "bytes" where the drafter writes bytes and the pair has a stop table."""
+        if asked != "auto":
+            return asked
+        walks = self._pair.stops is not None and is_bytewise(self._drafter.vocabulary)
+        return "bytes" if walks else "lookahead"
+
+    @functools.cached_property
+    def stops(self) -> tuple[ByteTrie, np.ndarray]:
+        """The target's byte trie and the stop table, one entry for each of its nodes.
+
+        Raises:
+            IncompatiblePair: the drafter writes more than a byte at once, or the pair has no stop table.
+            InvalidArtifact: the table belongs to another vocabulary.
+        """
+        pair = self._pair
+        if not is_bytewise(self._drafter.vocabulary):
+            longest = max(map(len, self._drafter.vocabulary.pieces))
+            raise IncompatiblePair(
+                f"the form bytes needs a drafter whose tokens are single bytes, {pair.drafter.name} has tokens of up "
+                f"to {longest}.",
+                "Use --slrs-form lookahead.",
+            )
+        if pair.stops is None:
+            raise IncompatiblePair(
+                "the pair has no stop table, which the form bytes needs.",
+                f"Build one: hetspec-prep build-affinity {pair.target.name} {pair.drafter.name} --prior stops.",
+            )
+        trie = ByteTrie.of(self._target.vocabulary.pieces)
+        if len(trie) != len(pair.stops.stop):
+            raise InvalidArtifact(
+                f"stops: {len(pair.stops.stop):,} nodes, the target's byte trie has {len(trie):,}.",
+                f"Build it again: hetspec-prep build-affinity {pair.target.name} {pair.drafter.name} --prior stops.",
+            )
+        return trie, pair.stops.stop
 
     def rdk_prior(self, asked: str) -> str:
         """The prior of the kernel that rdk uses: the one asked for, else the one with the best held-out acceptance."""

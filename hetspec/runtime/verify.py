@@ -7,13 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 from torch import Tensor
 
+from hetspec.errors import GenerationError
 from hetspec.runtime import laws
 from hetspec.runtime.laws import Warping
 from hetspec.runtime.rng import Rng
+
+
+class PointwiseLaw(Protocol):
+    """A law that is known token by token, not as a vector; judged by token verification only."""
+
+    def __getitem__(self, t: int) -> float:
+        """π(t); all of them may sum to less than 1."""
 
 
 @dataclass(frozen=True)
@@ -22,13 +30,16 @@ class Proposal:
 
     Attributes:
         ids: candidate target ids t_1..t_n; may be empty.
-        laws: π_1..π_n, each [V_t], or None where the candidates are guesses (exact match).
+        laws: π_1..π_n, each [V_t] or a `PointwiseLaw`; None where the candidates are guesses (exact match).
+        none: the law after t_n, if *none* was drawn from it: a candidate that is certainly rejected.
     """
 
     ids: list[int] = field(default_factory=list)
-    laws: list[Tensor] | None = None
+    laws: Sequence[Tensor | PointwiseLaw] | None = None
+    none: PointwiseLaw | None = None
 
     def __post_init__(self) -> None:
+        assert self.none is None or self.laws is not None
         if self.laws is not None:
             assert len(self.laws) == len(self.ids)
             assert all(float(pi[t]) > 0 for t, pi in zip(self.ids, self.laws, strict=True))
@@ -46,6 +57,7 @@ class Verdict:
 
 
 METHODS = ("block", "token")
+MOST_DRAWS = 100_000  # of one residual; about one is expected
 Rows: TypeAlias = Tensor | Sequence[Tensor]  # of logits, one per position
 
 
@@ -65,8 +77,9 @@ def verify(proposal: Proposal, logits: Rows, warping: Warping, rng: Rng, method:
         return _verify_greedy(proposal.ids, logits)
     if proposal.laws is None:
         return _verify_exact_match(proposal.ids, logits, warping, rng)
-    judge = _verify_token if method == "token" else _verify_block
-    return judge(proposal.ids, proposal.laws, logits, warping, rng)
+    vectors = all(isinstance(pi, Tensor) for pi in proposal.laws) and proposal.none is None
+    judge = _verify_block if method == "block" and vectors else _verify_token
+    return judge(proposal.ids, proposal.laws, logits, warping, rng, proposal.none)
 
 
 def _verify_greedy(candidates: list[int], logits: Rows) -> Verdict:
@@ -91,19 +104,48 @@ def _verify_exact_match(candidates: list[int], logits: Rows, warping: Warping, r
 
 
 def _verify_token(
-    candidates: list[int], proposal_laws: list[Tensor], logits: Rows, warping: Warping, rng: Rng
+    candidates: list[int],
+    proposal_laws: Sequence[Tensor | PointwiseLaw],
+    logits: Rows,
+    warping: Warping,
+    rng: Rng,
+    none: PointwiseLaw | None = None,
 ) -> Verdict:
     """Token verification (Leviathan et al. 2211.17192, Algorithm 1)."""
     for j, (t, pi) in enumerate(zip(candidates, proposal_laws, strict=True)):
         p = laws.law(logits[j], warping)
         if not rng.accept(float(p[t]) / float(pi[t])):
-            return Verdict([*candidates[:j], rng.categorical(laws.residual(p, pi))], j)
-    bonus = rng.categorical(laws.law(logits[len(candidates)], warping))
+            return Verdict([*candidates[:j], _residual_draw(p, pi, rng)], j)
+    p = laws.law(logits[len(candidates)], warping)
+    bonus = rng.categorical(p) if none is None else _residual_draw(p, none, rng)
     return Verdict([*candidates, bonus], len(candidates))
 
 
+def _residual_draw(p: Tensor, pi: Tensor | PointwiseLaw, rng: Rng) -> int:
+    """Draws from `∝ max(0, p − π)`; where π is known token by token, by rejection: `x ~ p`, kept with
+    probability `max(0, 1 − π(x)/p(x))` (ALGORITHMS §4).
+
+    Raises:
+        GenerationError: no draw was kept, which happens to nobody (π covers p but for rounding).
+    """
+    if isinstance(pi, Tensor):
+        return rng.categorical(laws.residual(p, pi))
+    for _ in range(MOST_DRAWS):
+        x = rng.categorical(p)
+        if rng.accept(max(0.0, 1 - pi[x] / float(p[x]))):
+            return x
+    raise GenerationError(
+        f"{MOST_DRAWS:,} draws of a residual were all rejected.", "Generate with another seed."
+    )
+
+
 def _verify_block(
-    candidates: list[int], proposal_laws: list[Tensor], logits: Rows, warping: Warping, rng: Rng
+    candidates: list[int],
+    proposal_laws: Sequence[Any],
+    logits: Rows,
+    warping: Warping,
+    rng: Rng,
+    none: Any = None,
 ) -> Verdict:
     """Block verification (Sun et al. 2403.10444, Algorithm 2): the draft is judged as a whole.
 

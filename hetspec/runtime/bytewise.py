@@ -1,0 +1,211 @@
+"""SLRS-4c: drafters whose tokens are single bytes walk the target's byte trie (ALGORITHMS §4c; reconstruction).
+
+From the root, the drafter draws a byte, then a coin says whether the target's token ends before it, else the walk goes
+one node down. So the law ψ of the token it ends at is known exactly, token by token, from one teacher-forced pass:
+`ψ(t) = [Π_j q(t_j│c·t_{<j})·(1 − stop(t_{<j}, t_j))] · Σ_b q(b│c·t)·stop(t, b)`. Any stop table is lossless.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hetspec.runtime import laws
+from hetspec.runtime.algorithms import DraftSettings
+from hetspec.runtime.context import DrafterContext
+from hetspec.runtime.rng import Rng
+from hetspec.runtime.trie import ByteTrie
+from hetspec.runtime.verify import Proposal
+from hetspec.vocab import Vocabulary
+
+
+def is_bytewise(vocabulary: Vocabulary) -> bool:
+    """Whether every token of text is a single byte."""
+    return all(len(piece) <= 1 for piece in vocabulary.pieces) and any(vocabulary.pieces)
+
+
+@dataclass(frozen=True)
+class Branches:
+    """What can happen at a node, and with which probability.
+
+    Attributes:
+        start: the first child.
+        masses: float64[children + 1], going down to each child, and stopping here. At the root the last entry is 0.
+        roles: target control tokens the drafter may end with instead, and their probabilities; at the root only.
+    """
+
+    start: int
+    masses: Tensor
+    roles: dict[int, float] = field(default_factory=dict)
+
+    @property
+    def stop(self) -> float:
+        """The probability that the token ends here."""
+        return float(self.masses[-1])
+
+    def down(self, node: int) -> float:
+        """The probability of going to a child."""
+        return float(self.masses[node - self.start])
+
+
+class ByteWalk:
+    """The walk's law at each node.
+
+    Args:
+        settings: the pair and the generation.
+        trie: of the target's vocabulary.
+        stop: float[N], the probability that the token ends at a node's parent if the node's byte comes next.
+    """
+
+    def __init__(self, settings: DraftSettings, trie: ByteTrie, stop: np.ndarray) -> None:
+        assert len(stop) == len(trie)
+        self.settings, self.trie = settings, trie
+        self.stop = torch.from_numpy(stop.astype(np.float64))
+        self.byte = torch.from_numpy(trie.byte.astype(np.int64))
+        drafter = settings.drafter
+        self._ids = torch.tensor([d for d, piece in enumerate(drafter.pieces) if piece])
+        self._bytes = torch.tensor([piece[0] for piece in drafter.pieces if piece])
+        self._roles = [
+            (d, int(t))
+            for d, t in enumerate(settings.mapping.d2t)
+            if t >= 0 and not (d < len(drafter.pieces) and drafter.pieces[d])
+        ]
+        self.id_of = {piece[0]: d for d, piece in reversed(list(enumerate(drafter.pieces))) if piece}
+
+    def branches(self, node: int, logits: Tensor) -> Branches | None:
+        """The law at a node from the drafter's logits [V_d] after its string; None at a dead end.
+
+        Where a token ends, whatever is no child ends it. At the root, and where none ends, only children (and, at
+        the root, control tokens by role) count, renormalised; they may all be impossible.
+        """
+        q = laws.law(logits, self.settings.draft_warping, "the drafter").double()
+        by_byte = torch.zeros(256, dtype=torch.float64)
+        by_byte.index_add_(0, self._bytes, q[self._ids])
+        below = self.trie.children(node)
+        down = by_byte[self.byte[below]]
+        if node and self.trie.token[node] >= 0:
+            down = down * (1 - self.stop[below])
+            rest = (1 - down.sum()).clamp(min=0)
+            return Branches(below.start, torch.cat([down, rest[None]]))
+        roles: dict[int, float] = {}
+        for d, t in self._roles if not node else ():
+            roles[t] = roles.get(t, 0.0) + float(q[d])
+        total = float(down.sum()) + sum(roles.values())
+        if not total > 0:
+            return None
+        masses = torch.cat([down / total, torch.zeros(1, dtype=torch.float64)])
+        return Branches(below.start, masses, {t: mass / total for t, mass in roles.items()})
+
+
+class WalkLaw:
+    """ψ after a context, computed where it is asked for; the drafter re-reads the token's bytes.
+
+    Args:
+        walk: the walk.
+        context: holds the context as its first `length` ids, and has read them.
+        length: ids before the candidate.
+        root: the law at the root.
+    """
+
+    def __init__(self, walk: ByteWalk, context: DrafterContext, length: int, root: Branches) -> None:
+        self._walk, self._context, self._length, self._root = walk, context, length, root
+        self._known: dict[int, float] = dict(root.roles)
+
+    def __getitem__(self, t: int) -> float:
+        """ψ(t)."""
+        if t not in self._known:
+            self._known[t] = self._compute(t)
+        return self._known[t]
+
+    def remember(self, t: int, psi: float) -> None:
+        """Takes over the candidate's own ψ, known from the walk that drew it."""
+        self._known[t] = psi
+
+    def _compute(self, t: int) -> float:
+        walk = self._walk
+        piece = walk.settings.target.bytes_of(t)
+        path = walk.trie.path(piece) if piece else []
+        if not path or walk.trie.token[path[-1]] != t or not all(b in walk.id_of for b in piece):
+            return 0.0
+        psi = self._root.down(path[0])
+        if not psi > 0:
+            return 0.0
+        row = self._context.row
+        row.crop(self._length)
+        logits = row.forward([walk.id_of[b] for b in piece], keep=len(piece))
+        row.crop(self._length)
+        for j, node in enumerate(path):
+            branches = walk.branches(node, logits[j])
+            if branches is None:
+                return 0.0
+            psi *= branches.down(path[j + 1]) if j + 1 < len(path) else branches.stop
+        return psi
+
+
+class BytewiseSLRS:
+    """Candidates drawn by walks; the byte that ended one is thrown away and drawn anew for the next.
+
+    A walk that comes to a dead end has drawn *none*: a candidate that is certainly rejected (ALGORITHMS §1). At
+    temperature 0 every choice is the likeliest.
+
+    Args:
+        walk: the walk.
+    """
+
+    name = "slrs"
+
+    def __init__(self, walk: ByteWalk) -> None:
+        self.walk = walk
+        self._longest = max(map(len, walk.settings.target.pieces), default=0)
+
+    def propose(self, context: DrafterContext, behind: list[int], n: int, rng: Rng) -> Proposal:
+        """Drafts `n` candidates; see `Algorithm.propose`."""
+        s = self.walk.settings
+        ids: list[int] = []
+        proposal_laws: list[WalkLaw] = []
+        none: WalkLaw | None = None
+        logits: Tensor | None = None
+        if not context.can_read(self._longest + 2):  # makes room before the first candidate
+            return Proposal()
+        while len(ids) < n and len(context.ids) + self._longest + 2 <= context.row.max_length:
+            if logits is None:
+                logits = context.next_logits()
+            root = self.walk.branches(0, logits)
+            if root is None:
+                break
+            law = WalkLaw(self.walk, context, len(context.ids), root)
+            t, psi, logits = self._token(context, root, rng)
+            if t < 0:
+                none = law
+                break
+            law.remember(t, psi)
+            ids.append(t)
+            proposal_laws.append(law)
+            if t in s.eos_ids or t in root.roles:
+                break
+        if s.warping.greedy:
+            return Proposal(ids)
+        return Proposal(ids, proposal_laws, none)
+
+    def _token(self, context: DrafterContext, root: Branches, rng: Rng) -> tuple[int, float, Tensor | None]:
+        """Walks from the root; (token, its ψ, logits after it), token −1 at a dead end."""
+        walk, greedy = self.walk, self.walk.settings.warping.greedy
+        branches: Branches | None = root
+        node, psi, logits = 0, 1.0, None
+        while branches is not None:
+            roles = list(branches.roles.items())
+            masses = torch.cat([branches.masses, torch.tensor([m for _, m in roles], dtype=torch.float64)])
+            choice = int(masses.argmax()) if greedy else rng.categorical(masses)
+            psi *= float(masses[choice])
+            if choice >= len(branches.masses):
+                return roles[choice - len(branches.masses)][0], psi, None
+            if choice == len(branches.masses) - 1:
+                return int(walk.trie.token[node]), psi, logits
+            node = branches.start + choice
+            context.push(walk.id_of[int(walk.trie.byte[node])])
+            logits = context.next_logits()
+            branches = walk.branches(node, logits)
+        return -1, psi, logits
