@@ -394,7 +394,8 @@ def test_a_changed_tokenizer_is_seen_on_every_path():
         fresh.target_tokenizer,
         fresh.drafter_tokenizer,
         False,
-        False,
+        "auto",
+        "own",
     )
     assert engine_of(*arguments) is engine_of(*arguments)
     fresh.target_tokenizer.add_tokens(["zzz"])
