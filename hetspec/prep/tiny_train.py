@@ -235,7 +235,7 @@ def train(
     trained = _restore(model, optimizers, checkpoint)
     half = copy.deepcopy(model).to(torch.bfloat16).train()
     pairs = list(zip(model.parameters(), half.parameters(), strict=True))
-    forward = torch.compile(half) if settings.compile else half
+    judge = torch.compile(_loss) if settings.compile else _loss
     limit, saved = settings.minutes * 60, trained.seconds
     try:
         while trained.seconds < limit:
@@ -246,9 +246,7 @@ def train(
             # Most steps read half a window, which costs less; every fourth reads all of it.
             length = settings.length if trained.steps % 4 == 3 else settings.length // 2
             count = settings.batch // length
-            batch = windows(sources, count, length, [settings.seed, trained.steps])
-            logits = forward(batch[:, :-1], use_cache=False).logits
-            loss = functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+            loss = judge(half, windows(sources, count, length, [settings.seed, trained.steps]))
             torch.autograd.backward(loss)
             for p, low in pairs:
                 assert low.grad is not None
@@ -271,6 +269,11 @@ def train(
             _save(trained, optimizers, checkpoint)
     model.eval()
     return trained
+
+
+def _loss(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    logits = model(ids[:, :-1], use_cache=False).logits
+    return functional.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten())
 
 
 def schedule(done: float) -> float:
