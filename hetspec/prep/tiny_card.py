@@ -51,7 +51,7 @@ def card(
         "they are cut from.\n",
         "## Training\n",
         f"{trained.steps:,} steps, {trained.tokens / 1e6:.1f} M ids, {trained.seconds / 60:.0f} minutes on one CPU "
-        "thread; AdamW, cosine, cross-entropy, bfloat16 with float32 master weights. The windows of a step "
+        "thread; Muon and AdamW, cosine, cross-entropy, bfloat16 with float32 master weights. The windows of a step "
         "follow from the seed, the number of steps from the clock.\n",
         f"    {command}\n",
         "## Held out\n",

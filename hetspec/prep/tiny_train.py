@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch.nn import functional
@@ -27,6 +28,9 @@ from hetspec.runtime.context import spell_prompt
 END = "<|im_end|>"
 BYTES_LIMIT = 8 * 2**20  # of the saved weights
 WARM_UP = 0.03  # share of the time
+MUON_RATE, ADAM_RATE = 0.02, 6e-3  # highest learning rates
+
+Optimizers = list[tuple[torch.optim.Optimizer, float]]  # each with its highest rate
 
 
 @dataclass(frozen=True)
@@ -92,17 +96,16 @@ def end_id(tokenizer: Tokenizer) -> int:
 
 def save_tokenizer(tokenizer: Tokenizer, shape: Shape, folder: Path) -> None:
     """Writes the files that `AutoTokenizer` reads."""
-    from transformers import PreTrainedTokenizerFast
-
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        bos_token=END,
-        eos_token=END,
-        pad_token=END,
-        unk_token=None,
-        clean_up_tokenization_spaces=False,
-        model_max_length=shape.window,
-    ).save_pretrained(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        **{f"{role}_token": END for role in ("bos", "eos", "pad")},
+        "unk_token": None,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": shape.window,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", "utf-8")
 
 
 # --- what is read ---------------------------------------------------------------------------------
@@ -165,7 +168,6 @@ class TrainingSettings:
         minutes: of training, earlier runs included; the learning rate ends there.
         batch: ids per step.
         length: ids of the longest windows.
-        rate: highest learning rate.
         seed: of the first weights and of the windows.
         save_seconds: between two checkpoints.
         compile: let torch compile the model; needs a C++ compiler.
@@ -174,7 +176,6 @@ class TrainingSettings:
     minutes: float
     batch: int
     length: int
-    rate: float = 3e-3
     seed: int = 0
     save_seconds: float = 60
     compile: bool = False
@@ -230,35 +231,29 @@ def train(
         checkpoint: a file, replaced as a whole every minute and at the end, also when interrupted.
         progress: is told the state and the loss after each step.
     """
-    decayed = [p for p in model.parameters() if p.ndim >= 2]
-    other = [p for p in model.parameters() if p.ndim < 2]
-    optimizer = torch.optim.AdamW(
-        [{"params": decayed, "weight_decay": 0.05}, {"params": other, "weight_decay": 0.0}],
-        betas=(0.9, 0.95),
-        fused=True,
-    )
-    trained = _restore(model, optimizer, checkpoint)
+    optimizers = _optimizers(model)
+    trained = _restore(model, optimizers, checkpoint)
     half = copy.deepcopy(model).to(torch.bfloat16).train()
     pairs = list(zip(model.parameters(), half.parameters(), strict=True))
-    forward = torch.compile(half) if settings.compile else half
+    judge = torch.compile(_loss) if settings.compile else _loss
     limit, saved = settings.minutes * 60, trained.seconds
     try:
         while trained.seconds < limit:
             started = time.perf_counter()
-            for group in optimizer.param_groups:
-                group["lr"] = settings.rate * schedule(trained.seconds / limit)
+            for optimizer, rate in optimizers:
+                for group in optimizer.param_groups:
+                    group["lr"] = rate * schedule(trained.seconds / limit)
             # Most steps read half a window, which costs less; every fourth reads all of it.
             length = settings.length if trained.steps % 4 == 3 else settings.length // 2
             count = settings.batch // length
-            batch = windows(sources, count, length, [settings.seed, trained.steps])
-            logits = forward(batch[:, :-1], use_cache=False).logits
-            loss = functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+            loss = judge(half, windows(sources, count, length, [settings.seed, trained.steps]))
             torch.autograd.backward(loss)
             for p, low in pairs:
                 assert low.grad is not None
                 p.grad, low.grad = low.grad.float(), None
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
+            for optimizer, _ in optimizers:
+                optimizer.step()
             with torch.no_grad():
                 for p, low in pairs:
                     low.copy_(p)
@@ -267,13 +262,18 @@ def train(
             trained.seconds += time.perf_counter() - started
             progress(trained, loss.item())
             if trained.seconds - saved > settings.save_seconds:
-                _save(trained, optimizer, checkpoint)
+                _save(trained, optimizers, checkpoint)
                 saved = trained.seconds
     finally:
         if trained.seconds > saved:
-            _save(trained, optimizer, checkpoint)
+            _save(trained, optimizers, checkpoint)
     model.eval()
     return trained
+
+
+def _loss(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    logits = model(ids[:, :-1], use_cache=False).logits
+    return functional.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten())
 
 
 def schedule(done: float) -> float:
@@ -283,11 +283,22 @@ def schedule(done: float) -> float:
     return 0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * min(1.0, (done - WARM_UP) / (1 - WARM_UP))))
 
 
-def _save(trained: Trained, optimizer: torch.optim.Optimizer, path: Path) -> None:
-    tensors = {f"model.{name}": p.detach() for name, p in trained.model.named_parameters()}
-    names = {id(p): name for name, p in trained.model.named_parameters()}
-    for p, state in optimizer.state.items():
-        tensors |= {f"{key}.{names[id(p)]}": value for key, value in state.items()}
+def _optimizers(model: Any) -> Optimizers:
+    """Muon for the matrices between the embeddings, AdamW for the rest."""
+    inner = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
+    outer = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
+    return [
+        (torch.optim.Muon(inner, lr=MUON_RATE, weight_decay=0.05), MUON_RATE),
+        (torch.optim.AdamW(outer, lr=ADAM_RATE, betas=(0.9, 0.95), weight_decay=0.0, fused=True), ADAM_RATE),
+    ]
+
+
+def _save(trained: Trained, optimizers: Optimizers, path: Path) -> None:
+    names = {p: name for name, p in trained.model.named_parameters()}
+    tensors = {f"model.{name}": p.detach() for p, name in names.items()}
+    for optimizer, _ in optimizers:
+        for p, state in optimizer.state.items():
+            tensors |= {f"{key}.{names[p]}": value for key, value in state.items()}
     figures = {"steps": trained.steps, "seconds": trained.seconds, "tokens": trained.tokens}
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".tmp")
@@ -295,19 +306,20 @@ def _save(trained: Trained, optimizer: torch.optim.Optimizer, path: Path) -> Non
     partial.replace(path)
 
 
-def _restore(model: Any, optimizer: torch.optim.Optimizer, path: Path) -> Trained:
+def _restore(model: Any, optimizers: Optimizers, path: Path) -> Trained:
     if not path.exists():
         return Trained(model)
-    from safetensors import safe_open
-
     with safe_open(path, "pt") as file:
         figures = json.loads(file.metadata()["figures"])
-    tensors = load_file(path)
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            p.copy_(tensors[f"model.{name}"])
-            keys = ("step", "exp_avg", "exp_avg_sq")
-            optimizer.state[p] = {key: tensors[f"{key}.{name}"] for key in keys if f"{key}.{name}" in tensors}
+    named = dict(model.named_parameters())
+    owner = {p: optimizer for optimizer, _ in optimizers for g in optimizer.param_groups for p in g["params"]}
+    for key, value in load_file(path).items():
+        kind, _, name = key.partition(".")
+        p = named[name]
+        if kind == "model":
+            p.data.copy_(value)
+        else:
+            owner[p].state[p][kind] = value
     return Trained(model, **figures)
 
 
