@@ -293,6 +293,9 @@ def _tuning_rows(figures: dict[str, Any]) -> list[list[str]]:
             ]
         )
         rows.append(["… target mass in I", f"{100 * calibrated['target_mass_in_intersection']:.1f} %", ""])
+    if stops := figures.get("stops"):
+        rows.append(["stop table", f"{stops['nodes']:,} nodes", f"{stops['target_tokens']:,} target tokens"])
+        rows.append(["… bytes it is sure about", f"{100 * stops['decided']:.1f} %", ""])
     if pruned := figures.get("prune"):
         rows.append(["LM head kept", "", f"{pruned['size']:,} rows ({100 * pruned['share']:.1f} %)"])
     return rows

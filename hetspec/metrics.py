@@ -48,6 +48,8 @@ METRICS = {
     "prune/step_seconds": "of a drafter forward; a curve over the rows kept",
     "prune/step_frac": "of a drafter forward, against the whole head",
     "prune/predicted_speedup_ratio": "over plain decoding at the best draft length; a curve over the rows kept",
+    "stops/decided_frac": "share of the text's bytes after a whole token that the stop table is sure about (0.9)",
+    "stops/text_tokens": "target tokens of the text it was counted on",
     "predict/tokens_per_target_pass": "expected; a curve over the draft length (step = length)",
     "predict/speedup_ratio": "expected over plain decoding; a curve over the draft length",
     "predict/best_speedup_ratio": "at the best draft length",
@@ -101,6 +103,7 @@ _PRUNE_METRICS = {
     "prune/step_frac": "step_fraction",
     "prune/predicted_speedup_ratio": "speedup",
 }
+_STOPS_METRICS = {"stops/decided_frac": "decided", "stops/text_tokens": "target_tokens"}
 BENCH_METRICS = {
     "accept/direct_rate": "acceptance_direct",
     "accept/measured_rate": "acceptance_measured",
@@ -141,6 +144,7 @@ def pair_metrics(pair: PairArtifact) -> dict[str, float]:
     values |= renamed(_AFFINITY_METRICS, affinity.get(last) or next(iter(affinity.values()), {}))
     values |= renamed(_CALIBRATION_METRICS, figures.get("calibration", {}))
     values |= renamed(_PRUNE_METRICS, figures.get("prune", {}))
+    values |= renamed(_STOPS_METRICS, figures.get("stops", {}))
     if "seconds" in figures:
         values["cost/build_seconds"] = figures["seconds"]
     return {name: float(value) for name, value in values.items()}
