@@ -216,33 +216,31 @@ class DeadEnds(ByteWalk):
 # -- the residual by rejection -------------------------------------------------------------------------------------
 
 
-class Again(Exception):
-    pass
+@pytest.mark.parametrize("seed", range(4))
+def test_a_residual_drawn_by_rejection_has_its_law(seed):
+    """Every branch of the loop: it ends, asks for no token twice, and keeps tokens in proportion to max(0, p − ψ)."""
+    drawn = np.random.default_rng(seed).dirichlet(np.full(5, 0.7), size=2)
+    p, psi = (torch.from_numpy(row) for row in drawn)
+    p[3], psi[4] = 0, 0
+    p /= p.sum()
 
+    class Once:
+        def __init__(self):
+            self.asked = set()
 
-def test_a_draw_of_the_residual_has_its_law(monkeypatch):
-    """One round of the loop: what it keeps is in proportion to max(0, p − ψ)."""
-    p = torch.tensor([0.5, 0.3, 0.2, 0.0], dtype=torch.float64)
-    psi = torch.tensor([0.2, 0.5, 0.1, 0.1], dtype=torch.float64)
-    monkeypatch.setattr(verify, "MOST_DRAWS", 1)
+        def __getitem__(self, x):
+            assert x not in self.asked
+            self.asked.add(x)
+            return float(psi[x])
 
-    def run(rng):
-        try:
-            return verify._residual_draw(p, psi.tolist(), rng)
-        except GenerationError:
-            return "again"
-
-    law = enumerate_law(run)
-    again = law.pop("again")
+    law = enumerate_law(lambda rng: verify._residual_draw(p, Once(), rng))
     expected = (p - psi).clamp(min=0)
-    assert again == pytest.approx(1 - float(expected.sum()))
-    assert law == pytest.approx({x: float(e) for x, e in enumerate(expected) if e > 0})
+    assert law == pytest.approx({x: float(e / expected.sum()) for x, e in enumerate(expected) if e > 0})
 
 
-def test_a_residual_that_never_ends_is_an_error(monkeypatch):
-    monkeypatch.setattr(verify, "MOST_DRAWS", 10)
-    with pytest.raises(GenerationError, match="10 draws of a residual were all rejected"):
-        verify._residual_draw(torch.tensor([1.0, 0.0]), [1.0, 0.0], TapeRng((0, 0) * 20))
+def test_a_residual_of_a_law_that_covers_the_targets_is_an_error():
+    with pytest.raises(GenerationError, match="covers the target's"):
+        verify._residual_draw(torch.tensor([0.75, 0.25]), [0.75, 0.25], TapeRng((0, 0, 1, 0)))
 
 
 # -- ψ against brute force -------------------------------------------------------------------------------------------

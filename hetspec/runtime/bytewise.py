@@ -64,16 +64,15 @@ class ByteWalk:
         assert len(stop) == len(trie)
         self.settings, self.trie = settings, trie
         self.stop = torch.from_numpy(stop.astype(np.float64))
-        self.byte = torch.from_numpy(trie.byte.astype(np.int64))
-        drafter = settings.drafter
-        self._ids = torch.tensor([d for d, piece in enumerate(drafter.pieces) if piece])
-        self._bytes = torch.tensor([piece[0] for piece in drafter.pieces if piece])
+        pieces = settings.drafter.pieces
+        self._ids = np.array([d for d, piece in enumerate(pieces) if piece])
+        self._bytes = np.array([piece[0] for piece in pieces if piece])
         self._roles = [
             (d, int(t))
             for d, t in enumerate(settings.mapping.d2t)
-            if t >= 0 and not (d < len(drafter.pieces) and drafter.pieces[d])
+            if t >= 0 and not (d < len(pieces) and pieces[d])
         ]
-        self.id_of = {piece[0]: d for d, piece in reversed(list(enumerate(drafter.pieces))) if piece}
+        self.id_of = {piece[0]: d for d, piece in reversed(list(enumerate(pieces))) if piece}
 
     def branches(self, node: int, logits: Tensor) -> Branches | None:
         """The law at a node from the drafter's logits [V_d] after its string; None at a dead end.
@@ -81,23 +80,24 @@ class ByteWalk:
         Where a token ends, whatever is no child ends it. At the root, and where none ends, only children (and, at
         the root, control tokens by role) count, renormalised; they may all be impossible.
         """
-        q = laws.law(logits, self.settings.draft_warping, "the drafter").double()
-        by_byte = torch.zeros(256, dtype=torch.float64)
-        by_byte.index_add_(0, self._bytes, q[self._ids])
+        q = laws.law(logits, self.settings.draft_warping, "the drafter").double().numpy()
+        by_byte = np.bincount(self._bytes, q[self._ids], minlength=256)  # an id more than once: masses add
         below = self.trie.children(node)
-        down = by_byte[self.byte[below]]
+        masses = np.zeros(below.stop - below.start + 1)
+        masses[:-1] = by_byte[self.trie.byte[below]]
         if node and self.trie.token[node] >= 0:
-            down = down * (1 - self.stop[below])
-            rest = (1 - down.sum()).clamp(min=0)
-            return Branches(below.start, torch.cat([down, rest[None]]))
+            masses[:-1] *= 1 - self.stop.numpy()[below]
+            masses[-1] = max(0.0, 1 - masses.sum())
+            return Branches(below.start, torch.from_numpy(masses))
         roles: dict[int, float] = {}
         for d, t in self._roles if not node else ():
             roles[t] = roles.get(t, 0.0) + float(q[d])
-        total = float(down.sum()) + sum(roles.values())
+        total = float(masses.sum()) + sum(roles.values())
         if not total > 0:
             return None
-        masses = torch.cat([down / total, torch.zeros(1, dtype=torch.float64)])
-        return Branches(below.start, masses, {t: mass / total for t, mass in roles.items()})
+        return Branches(
+            below.start, torch.from_numpy(masses / total), {t: m / total for t, m in roles.items()}
+        )
 
 
 class WalkLaw:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
+import torch
 from torch import Tensor
 
 from hetspec.errors import GenerationError
@@ -57,7 +58,6 @@ class Verdict:
 
 
 METHODS = ("block", "token")
-MOST_DRAWS = 100_000  # of one residual; about one is expected
 Rows: TypeAlias = Tensor | Sequence[Tensor]  # of logits, one per position
 
 
@@ -122,20 +122,35 @@ def _verify_token(
 
 
 def _residual_draw(p: Tensor, pi: Tensor | PointwiseLaw, rng: Rng) -> int:
-    """Draws from `∝ max(0, p − π)`; where π is known token by token, by rejection: `x ~ p`, kept with
-    probability `max(0, 1 − π(x)/p(x))` (ALGORITHMS §4).
+    """Draws from `∝ max(0, p − π)`; where π is known token by token, by rejection (ALGORITHMS §4; reconstruction).
+
+    `x ~ p` is kept with probability `max(0, 1 − π(x)/p(x))`, else drawn again. What was refused once weighs only its
+    residual from then on, which changes nothing in the law of what is kept: any weights between residual and p do for
+    the draws. So no token is asked for twice, and the draws end.
+
+    Args:
+        p: [V] the target's law.
+        pi: [V], or known token by token.
+        rng: the source of every draw.
 
     Raises:
-        GenerationError: no draw was kept, which happens to nobody (π covers p but for rounding).
+        GenerationError: no residual is left (then a rejection had probability 0 but for rounding).
     """
     if isinstance(pi, Tensor):
         return rng.categorical(laws.residual(p, pi))
-    for _ in range(MOST_DRAWS):
-        x = rng.categorical(p)
-        if rng.accept(max(0.0, 1 - pi[x] / float(p[x]))):
+    weights = p.to(torch.float64, copy=True)
+    asked: set[int] = set()
+    while bool((weights > 0).any()):
+        x = rng.categorical(weights)
+        if x in asked:
             return x
+        rest = max(0.0, float(weights[x]) - pi[x])
+        if rng.accept(rest / float(weights[x])):
+            return x
+        weights[x] = rest
+        asked.add(x)
     raise GenerationError(
-        f"{MOST_DRAWS:,} draws of a residual were all rejected.", "Generate with another seed."
+        "a candidate was rejected although its law covers the target's.", "Generate with another seed."
     )
 
 
