@@ -39,13 +39,13 @@ class Entrant:
         name: as given.
         kind: an algorithm of hetspec, "auto", "hf-plain" or "hf-slem" (transformers' string-level assisted generation).
         length: draft length, "auto", or "default" for transformers' own settings.
-        verify: "block" or "token", for hetspec's.
+        verify: "block" or "token", for hetspec's; "" for the usual one.
     """
 
     name: str
     kind: str
     length: str
-    verify: str = "block"
+    verify: str = ""
 
     @classmethod
     def parse(cls, name: str, length: str) -> Entrant:
@@ -58,14 +58,10 @@ class Entrant:
         known = (*ALGORITHMS, "auto", PLAIN, "hf-slem")
         if kind not in known:
             raise InvalidInput(f"unknown contestant {name!r}.", f"Choose among {', '.join(known)}.")
-        verify = rest.pop() if rest and rest[-1] in METHODS else "block"
+        verify = rest.pop() if rest and rest[-1] in METHODS else ""
         given = rest.pop(0) if rest else ("default" if kind == "hf-slem" else length)
         words = ("auto",) if kind != "hf-slem" else ("default",)
-        if (
-            rest
-            or not (given.isdecimal() or given in words)
-            or (kind.startswith("hf-") and verify != "block")
-        ):
+        if rest or not (given.isdecimal() or given in words) or (kind.startswith("hf-") and verify):
             raise InvalidInput(
                 f"contestant {name!r} cannot be read.",
                 "Write KIND[:LENGTH][:block|token], as in slem:5 or hf-slem:5.",
