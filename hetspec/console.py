@@ -45,7 +45,8 @@ DraftWeights = Annotated[
     ),
 ]
 TargetWeights = Annotated[
-    str, typer.Option(help="own, or packed: a second copy in a layout that a bfloat16 CPU reads faster.")
+    str,
+    typer.Option(help="own, packed (a second copy in a layout that a bfloat16 CPU reads faster), or auto."),
 ]
 Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16 or float64.")]
 

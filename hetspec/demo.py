@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hetspec.runtime.generate import Engine
 
 PROMPTS: tuple[Any, ...] = (
     'def fibonacci(n: int) -> int:\n    """Return the n-th Fibonacci number."""\n',
@@ -12,8 +17,9 @@ PROMPTS: tuple[Any, ...] = (
     "The three most important things to know about the oceans are that",
     [{"role": "user", "content": "Explain in a few sentences why the sky is blue."}],
 )
+PLAIN = "transformers"  # its own plain decoding, which everything is compared with
 ALGORITHMS = ("none", "slem", "tli", "slrs", "rdk")
-HEADERS = ["algorithm", "same text", "tokens per target pass", "tokens/s", "over plain"]
+HEADERS = ["algorithm", "same text", "tokens per target pass", "tokens/s", "over transformers"]
 
 
 def run_demo(
@@ -44,19 +50,18 @@ def run_demo(
     from hetspec.console import load_engine
 
     pair, stored = build(target, drafter, uri, say, out)
-    engine = load_engine(pair, target=target, drafter=drafter, dtype="bfloat16", say=say)
-    results: dict[str, list[Any]] = {algorithm: [] for algorithm in ALGORITHMS}
-    options = {"num_draft_tokens": num_draft_tokens, "do_sample": False}
-    for algorithm in ALGORITHMS:  # first calls compile and allocate
-        engine.generate(PROMPTS[0], algorithm=algorithm, max_new_tokens=8, **options)
+    engine = load_engine(
+        pair, target=target, drafter=drafter, dtype="bfloat16", target_weights="auto", say=say
+    )
+    results: dict[str, list[Run]] = {name: [] for name in (PLAIN, *ALGORITHMS)}
+    for name in results:  # first calls compile and allocate
+        run(engine, name, PROMPTS[0], num_draft_tokens, 8)
     for number, prompt in enumerate(PROMPTS, 1):
-        for algorithm, runs in results.items():
-            say(f"prompt {number} of {len(PROMPTS)}, {algorithm}")
-            runs.append(
-                engine.generate(prompt, algorithm=algorithm, max_new_tokens=max_new_tokens, **options)
-            )
+        for name, runs in results.items():
+            say(f"prompt {number} of {len(PROMPTS)}, {name}")
+            runs.append(run(engine, name, prompt, num_draft_tokens, max_new_tokens))
             show(table(results))
-    for number, (prompt, plain) in enumerate(zip(PROMPTS, results["none"], strict=True), 1):
+    for number, (prompt, plain) in enumerate(zip(PROMPTS, results[PLAIN], strict=True), 1):
         asked = prompt if isinstance(prompt, str) else f"{prompt[0]['content']}\n→ "
         out(f"--- prompt {number} and its greedy continuation (plain decoding)\n{asked}{plain.text}\n")
     widths = [max(10, len(header) + 3) for header in HEADERS]
@@ -72,7 +77,7 @@ def run_demo(
         "run_id": stored.run_id,
         "artifact_dir": str(stored.artifact_dir),
         "map": pair.figures["map"],
-        "algorithms": {name: figures(results, name) for name in ALGORITHMS},
+        "algorithms": {name: figures(results, name) for name in results},
     }
 
 
@@ -121,24 +126,59 @@ def build(
     return pair, stored
 
 
-def figures(results: dict[str, list[Any]], name: str) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Run:
+    """One text: its new ids, the text, the seconds it took, and the target's passes (0 where unknown)."""
+
+    new_ids: list[int]
+    text: str
+    seconds: float
+    passes: int = 0
+
+
+def run(engine: Engine, name: str, prompt: Any, num_draft_tokens: int, max_new_tokens: int) -> Run:
+    """A greedy text by one algorithm, or by transformers' own `generate`."""
+    started = time.perf_counter()
+    if name != PLAIN:
+        out = engine.generate(
+            prompt,
+            algorithm=name,
+            num_draft_tokens=num_draft_tokens,
+            do_sample=False,
+            max_new_tokens=max_new_tokens,
+        )
+        return Run(out.new_ids, out.text, time.perf_counter() - started, out.stats.steps)
+    import torch
+
+    assert engine.target.model is not None
+    ids = torch.tensor([engine.decoder(prompt, algorithm="none", max_new_tokens=1).ids])
+    found = engine.target.model.model.generate(
+        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=max_new_tokens
+    )
+    new = [int(t) for t in found[0, ids.shape[1] :]]
+    text = engine.target.backend.decode(new, skip_special_tokens=True)
+    return Run(new, text, time.perf_counter() - started)
+
+
+def figures(results: dict[str, list[Run]], name: str) -> dict[str, Any]:
     """What one algorithm did on the prompts it has run; the ratio is a median over prompts."""
-    runs, plain = results[name], results["none"]
-    ratios = [
-        run.stats.tokens_per_second / ref.stats.tokens_per_second
-        for run, ref in zip(runs, plain, strict=False)
-    ]
+    runs, plain = results[name], results[PLAIN]
+    pairs = list(zip(runs, plain, strict=False))
+    passes = sum(run.passes for run in runs)
     return {
-        "identical": sum(run.new_ids == ref.new_ids for run, ref in zip(runs, plain, strict=False)),
+        "identical": sum(mine.new_ids == theirs.new_ids for mine, theirs in pairs),
         "prompts": len(runs),
-        "tokens_per_target_pass": sum(r.stats.new_tokens for r in runs) / sum(r.stats.steps for r in runs),
-        "tokens_per_second": statistics.median(r.stats.tokens_per_second for r in runs),
-        "ratio_to_plain": statistics.median(ratios),
+        "tokens_per_target_pass": sum(len(run.new_ids) for run in runs) / passes if passes else None,
+        "tokens_per_second": statistics.median(len(run.new_ids) / run.seconds for run in runs),
+        "ratio_to_plain": statistics.median(
+            len(mine.new_ids) / mine.seconds / (len(theirs.new_ids) / theirs.seconds)
+            for mine, theirs in pairs
+        ),
         "text": [run.text for run in runs],
     }
 
 
-def table(results: dict[str, list[Any]]) -> list[list[str]]:
+def table(results: dict[str, list[Run]]) -> list[list[str]]:
     """A row for each algorithm that has run."""
     rows = []
     for name in (n for n, runs in results.items() if runs):
@@ -147,7 +187,7 @@ def table(results: dict[str, list[Any]]) -> list[list[str]]:
             [
                 name,
                 f"{f['identical']} of {f['prompts']}",
-                f"{f['tokens_per_target_pass']:.2f}",
+                f"{f['tokens_per_target_pass']:.2f}" if f["tokens_per_target_pass"] else "",
                 f"{f['tokens_per_second']:.1f}",
                 f"{f['ratio_to_plain']:.2f}",
             ]

@@ -148,7 +148,7 @@ class Engine:
         full_head: compute the drafter's whole LM head even if the pair has a pruned one.
         draft_weights: how a bfloat16 drafter on the CPU reads its weights: "own", "packed", "int8", "int4"; "auto" is
             "packed" where the processor allows it (`hetspec.runtime.weights`).
-        target_weights: "own" or "packed".
+        target_weights: "own", "packed", or "auto": packed where the processor allows it.
 
     Raises:
         StaleArtifact: the pair was built for other tokenizers.
@@ -178,7 +178,7 @@ class Engine:
         if target_weights not in TARGET_WEIGHTS:
             raise InvalidInput(
                 f"target_weights is {target_weights!r}, which could change the target's law.",
-                f"Choose {' or '.join(TARGET_WEIGHTS)}.",
+                f"Choose one of {', '.join(TARGET_WEIGHTS)}.",
             )
         identity = pair.target if pair else None
         self.target = make_side(
@@ -785,7 +785,7 @@ def generate(
         full_head: compute the drafter's whole LM head even if the pair has a pruned one.
         draft_weights: how a bfloat16 drafter on the CPU reads its weights: "own", "packed", "int8", "int4"; "auto" is
             "packed" where the processor allows it (`hetspec.runtime.weights`).
-        target_weights: "own" or "packed".
+        target_weights: "own", "packed", or "auto": packed where the processor allows it.
         options: see `Engine.decoder`, plus `streamer`.
 
     Raises:

@@ -17,7 +17,7 @@ from hetspec.errors import InvalidInput, UnsupportedModel
 from hetspec.runtime.views import shallow_view
 
 WEIGHTS = ("auto", "own", "packed", "int8", "int4")
-TARGET_WEIGHTS = ("own", "packed")
+TARGET_WEIGHTS = ("own", "packed", "auto")
 # From this many positions on (prompts), a forward is bound by arithmetic: the model's own layer is faster.
 WIDE = 17
 GROUP = 32  # int4 weights that share a scale
