@@ -105,7 +105,7 @@ class WalkLaw:
 
     Args:
         walk: the walk.
-        context: holds the context as its first `length` ids, and has read them.
+        context: holds the context as its first `length` ids, until the step is committed.
         length: ids before the candidate.
         root: the law at the root.
     """
@@ -135,7 +135,8 @@ class WalkLaw:
             return 0.0
         row = self._context.row
         row.crop(self._length)
-        logits = row.forward([walk.id_of[b] for b in piece], keep=len(piece))
+        again = self._context.ids[row.length : self._length]  # forgotten if an earlier law was asked since
+        logits = row.forward([*again, *(walk.id_of[b] for b in piece)], keep=len(piece))
         row.crop(self._length)
         for j, node in enumerate(path):
             branches = walk.branches(node, logits[j])
