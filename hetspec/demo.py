@@ -8,13 +8,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from hetspec.errors import HetspecError
+
 if TYPE_CHECKING:
+    from hetspec.prep.build import PreparedTokenizer
     from hetspec.runtime.generate import Engine
+    from hetspec.tracking import Store
 
 PROMPTS: tuple[Any, ...] = (
     'def fibonacci(n: int) -> int:\n    """Return the n-th Fibonacci number."""\n',
     "# A short note on binary search\n\nBinary search finds an element in a sorted list by",
-    "The three most important things to know about the oceans are that",
     [{"role": "user", "content": "Explain in a few sentences why the sky is blue."}],
 )
 PLAIN = "transformers"  # its own plain decoding, which everything is compared with
@@ -84,10 +87,9 @@ def run_demo(
 def build(
     target: str, drafter: str, uri: str | None, say: Callable[[str], None], out: Callable[[str], None]
 ) -> tuple[Any, Any]:
-    """Map and co-segmentation kernel of a pair, logged in two stages; the pair and its last run."""
-    from hetspec.prep.build import add_cosegment, build_pair, corpus, prepare, summary
-    from hetspec.prep.report import cosegment_plots, map_plots
-    from hetspec.sources import ensure_packaged, load_tokenizer, named_texts, packaged_names
+    """Map and co-segmentation kernel of a pair, from the store if they are there; the pair and its last run."""
+    from hetspec.prep.build import prepare
+    from hetspec.sources import ensure_packaged, load_tokenizer, packaged_names
     from hetspec.tracking import Store
 
     for name in (target, drafter):
@@ -96,6 +98,43 @@ def build(
     store = Store(uri)
     say("reading the tokenizers")
     sides = [prepare(load_tokenizer(name)) for name in (target, drafter)]
+    known = _known(store, target, drafter, sides)
+    if known is not None:
+        say("the pair is in the store already")
+        pair, stored = known
+    else:
+        pair, stored = _build(store, sides, say)
+    found, covered = pair.figures["map"], pair.figures["corpus"]["target_covered"]
+    out(f"\n{target} ← {drafter}")
+    out(f"  shared byte for byte   {found['intersection_count']:,} tokens")
+    out(f"  … of the target        {100 * found['target_fraction']:.1f} %")
+    out(f"  … of the drafter       {100 * found['drafter_fraction']:.1f} %")
+    out(f"  running code covered   {100 * covered:.1f} % of the target's tokens")
+    out(f"  MLflow run             {stored.run_id}")
+    out(f"  artifact               {stored.artifact_dir}\n")
+    return pair, stored
+
+
+def _known(store: Store, target: str, drafter: str, sides: list[PreparedTokenizer]) -> Any:
+    """The newest stored pair of these very tokenizers with a kernel, and its run; None if there is none."""
+    from hetspec.artifact import PairArtifact
+
+    for stored in store.pairs(target, drafter, part="kernel-cosegment", limit=1):
+        try:
+            pair = PairArtifact.from_pretrained(stored.artifact_dir)
+            pair.require(*(side.vocabulary for side in sides))
+        except HetspecError:
+            return None
+        return pair, stored
+    return None
+
+
+def _build(store: Store, sides: list[PreparedTokenizer], say: Callable[[str], None]) -> Any:
+    """Map and kernel, logged as the two stages that they are."""
+    from hetspec.prep.build import add_cosegment, build_pair, corpus, summary
+    from hetspec.prep.report import cosegment_plots, map_plots
+    from hetspec.sources import named_texts
+
     texts = corpus(named_texts("stdlib"))
     pair = build_pair(sides[0], sides[1], texts, "stdlib", say)
     first = store.log_pair(
@@ -115,14 +154,6 @@ def build(
         note=summary(pair),
         parent_run=first.run_id,
     )
-    found, covered = pair.figures["map"], pair.figures["corpus"]["target_covered"]
-    out(f"\n{target} ← {drafter}")
-    out(f"  shared byte for byte   {found['intersection_count']:,} tokens")
-    out(f"  … of the target        {100 * found['target_fraction']:.1f} %")
-    out(f"  … of the drafter       {100 * found['drafter_fraction']:.1f} %")
-    out(f"  running code covered   {100 * covered:.1f} % of the target's tokens")
-    out(f"  MLflow run             {stored.run_id}")
-    out(f"  artifact               {stored.artifact_dir}\n")
     return pair, stored
 
 
