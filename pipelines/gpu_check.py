@@ -1,0 +1,303 @@
+"""Is hetspec right on this device, and where does its time go? One script of a few minutes, no network.
+
+gpu_check.py [--device cuda] [--draft-device …] [--small] [--out gpu_check.json] [--seconds 200]
+Makes random models of real sizes (a 7B-class target with 128k ids, drafters of the 0.5B and the 135M class), a pair of
+two byte-level vocabularies, and checks: every algorithm's greedy text against transformers' own on the same device,
+the law of sampled first tokens (χ²); then times drafter steps, target passes of 1 to 8 tokens, and whole texts side by side
+with transformers' loop. What random models accept means nothing: the times of the parts are what counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from hetspec.artifact import PairArtifact, TokenizerIdentity
+from hetspec.console import quiet_libraries
+from hetspec.prep.intersect import build_map
+from hetspec.runtime import laws
+from hetspec.runtime.generate import Engine
+from hetspec.runtime.laws import Warping
+from hetspec.segment import Segmenter
+from hetspec.vocab import Vocabulary, byte_alphabet
+
+PROMPT = "The quick brown fox jumps over the lazy dog, and then "
+LENGTHS = (1, 2, 4, 8)
+
+
+@dataclass(frozen=True)
+class Size:
+    """A Llama model's shape."""
+
+    name: str
+    rows: int
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    inner: int
+
+    @property
+    def parameters(self) -> int:
+        """Without norms; input embedding and head tied."""
+        size = self.hidden // self.heads
+        attention = self.hidden * size * (2 * self.heads + 2 * self.kv_heads)
+        return self.rows * self.hidden + self.layers * (attention + 3 * self.hidden * self.inner)
+
+    def make(self, device: str, dtype: torch.dtype) -> Any:
+        """A random model, made on its device."""
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        config = LlamaConfig(
+            vocab_size=self.rows,
+            hidden_size=self.hidden,
+            intermediate_size=self.inner,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.kv_heads,
+            max_position_embeddings=4096,
+            tie_word_embeddings=True,
+            bos_token_id=None,
+            eos_token_id=None,
+            dtype=dtype,
+        )
+        torch.manual_seed(self.rows + self.layers)
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(dtype)
+        try:
+            with torch.device(device):
+                model = LlamaForCausalLM(config)
+        finally:
+            torch.set_default_dtype(before)
+        return model.eval()
+
+
+REAL = (
+    Size("target-7b", 128_000, 4096, 32, 32, 8, 11_008),
+    Size("drafter-0.5b", 152_000, 896, 24, 14, 2, 4864),
+    Size("drafter-135m", 49_152, 576, 30, 9, 3, 1536),
+)
+SMALL = (
+    Size("target-small", 3000, 128, 4, 4, 2, 256),
+    Size("drafter-small", 2000, 64, 2, 4, 2, 128),
+    Size("drafter-tiny", 1000, 32, 1, 2, 1, 64),
+)
+
+
+def main() -> int:
+    """Runs the check; 0 if everything was right."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--draft-device", default="")
+    parser.add_argument("--small", action="store_true")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--seconds", type=float, default=200)
+    parser.add_argument("--out", type=Path, default=None)
+    arguments = parser.parse_args()
+    quiet_libraries()
+    if arguments.device.startswith("cuda") and not torch.cuda.is_available():
+        print("error: there is no CUDA device; --device cpu --small proves the script.", file=sys.stderr)
+        return 2
+    ends = time.monotonic() + arguments.seconds
+    sizes = SMALL if arguments.small else REAL
+    draft_device = arguments.draft_device or arguments.device
+    dtype = getattr(torch, arguments.dtype)
+    report: dict[str, Any] = {"machine": machine(arguments.device), "dtype": arguments.dtype, "pairs": []}
+    target = sizes[0].make(arguments.device, dtype)
+    for size in sizes[1:]:
+        if time.monotonic() > ends:
+            report["pairs"].append({"drafter": size.name, "left_out": "the time is over"})
+            continue
+        pair = Pair(sizes[0], target, size, size.make(draft_device, dtype))
+        found = {"drafter": size.name, **pair.exactness(), **pair.times(ends)}
+        found["cost_model"] = cost_model(sizes[0], size, dtype)
+        report["pairs"].append(found)
+        print(json.dumps(found), file=sys.stderr, flush=True)
+    report["right"] = all(p.get("right", True) for p in report["pairs"])
+    text = json.dumps(report, indent=1)
+    if arguments.out is not None:
+        arguments.out.write_text(text + "\n", encoding="utf-8")
+    print(text)
+    return 0 if report["right"] else 1
+
+
+def machine(device: str) -> dict[str, Any]:
+    """What it ran on."""
+    import transformers
+
+    name = torch.cuda.get_device_name(device) if device.startswith("cuda") else "cpu"
+    return {"device": name, "torch": torch.__version__, "transformers": transformers.__version__}
+
+
+def vocabulary(size: int, step: int) -> Tokenizer:
+    """A byte-level BPE with all bytes and `size` merges of two or three letters; `step` makes two of them differ."""
+    alphabet = byte_alphabet()
+    vocab = {alphabet[b]: b for b in range(256)}
+    letters = [
+        alphabet[b] for b in b"etaoinshrdlucmfwypvbgkjqxz ETAOINSHRDLUCMFWYPVBGKJQXZ0123456789.,;:_()[]"
+    ]
+    merges: list[tuple[str, str]] = []
+    for i, (a, b) in enumerate((a, b) for a in letters for b in letters):
+        if i % step and len(vocab) < size and a + b not in vocab:
+            merges.append((a, b))
+            vocab[a + b] = len(vocab)
+    for a, b in list(merges):
+        for c in letters:
+            if len(vocab) >= size:
+                break
+            if a + b + c not in vocab:
+                merges.append((a + b, c))
+                vocab[a + b + c] = len(vocab)
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+class Pair:
+    """A target and a drafter with their map, on their devices."""
+
+    def __init__(self, target_size: Size, target: Any, drafter_size: Size, drafter: Any) -> None:
+        tokenizers = (
+            vocabulary(min(target_size.rows, 60_000), 5),
+            vocabulary(min(drafter_size.rows, 40_000), 3),
+        )
+        sides = [
+            Vocabulary.from_tokenizer(tokenizer, name=size.name, rows=size.rows, eos_ids=())
+            for tokenizer, size in zip(tokenizers, (target_size, drafter_size), strict=True)
+        ]
+        mapping = build_map(sides[0], sides[1], Segmenter(tokenizers[0], sides[0]))
+        artifact = PairArtifact(
+            target=TokenizerIdentity.of(sides[0]), drafter=TokenizerIdentity.of(sides[1]), map=mapping
+        )
+        self.target, self.drafter = target, drafter
+        self.engine = Engine(
+            target, drafter, artifact, target_tokenizer=tokenizers[0], drafter_tokenizer=tokenizers[1]
+        )
+
+    def exactness(self, tokens: int = 24, draws: int = 200) -> dict[str, Any]:
+        """Greedy texts against transformers', and the law of sampled first tokens."""
+        engine = self.engine
+        ids = torch.tensor([engine.decoder(PROMPT, algorithm="none", max_new_tokens=1).ids])
+        ids = ids.to(self.target.device)
+        with torch.inference_mode():
+            plain = self.target.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, do_sample=False
+            )
+        plain = [int(t) for t in plain[0, ids.shape[1] :]]
+        greedy = {}
+        for algorithm in ("none", "slem", "tli", "slrs"):
+            out = engine.generate(PROMPT, algorithm=algorithm, num_draft_tokens=3, max_new_tokens=tokens)
+            same = next(
+                (i for i, (a, b) in enumerate(zip(out.new_ids, plain, strict=True)) if a != b), tokens
+            )
+            greedy[algorithm] = same
+        # A sharp law, so that the χ² has something to see; tokens expected less than 5 times share a cell.
+        warping = Warping(temperature=0.25, top_k=20)
+        decoder = engine.decoder(PROMPT, algorithm="none", max_new_tokens=1)
+        p = laws.law(decoder.target.forward(decoder.ids, keep=1)[0], warping).double().cpu()
+        counts = torch.zeros_like(p)
+        for seed in range(draws):
+            out = engine.generate(
+                PROMPT,
+                algorithm="tli",
+                num_draft_tokens=1,
+                max_new_tokens=2,
+                do_sample=True,
+                temperature=0.25,
+                top_k=20,
+                seed=seed,
+            )
+            counts[out.new_ids[0]] += 1
+        big = draws * p >= 5
+        cells = [(float(counts[i]), float(draws * p[i])) for i in torch.nonzero(big).flatten()]
+        cells.append((float(counts[~big].sum()), max(float(draws * p[~big].sum()), 1e-9)))
+        chi2 = sum((seen - wanted) ** 2 / wanted for seen, wanted in cells if wanted > 1e-6)
+        freedom = max(1, len(cells) - 1)
+        lawful = chi2 < freedom + 6 * (2 * freedom) ** 0.5
+        # In half precision texts may part at a near-tie; another algorithm's must not part earlier than plain's own.
+        exact = self.target.dtype == torch.float32 or self.target.device.type == "cpu"
+        right = lawful and (min(greedy.values()) == tokens or not exact)
+        return {"greedy_same_tokens": greedy, "chi2": chi2, "freedom": freedom, "right": right}
+
+    def times(self, ends: float) -> dict[str, Any]:
+        """Milliseconds of the parts, and tokens per second of whole loops."""
+        engine = self.engine
+        found: dict[str, Any] = {"pass_ms": {}, "draft_step_ms": 0.0}
+        for side, name in ((engine.target, "pass_ms"), (engine.drafter, "draft_step_ms")):
+            assert side is not None
+            assert side.model is not None
+            row = side.model.new_row()
+            row.forward([65 + i % 26 for i in range(256)], 1)
+
+            def read(n: int, row: Any = row) -> None:
+                row.forward([70] * n, n)
+                row.crop(256)
+
+            if name == "pass_ms":
+                found[name] = {str(n): self._median(lambda n=n: read(n)) for n in LENGTHS}  # type: ignore[misc]
+            else:
+                found[name] = self._median(lambda: read(1))
+        speed = {}
+        for name in ("transformers", "none", "slem", "tli"):
+            if time.monotonic() > ends:
+                break
+            speed[name] = self._speed(name)
+        return {**found, "tokens_per_second": speed}
+
+    def _speed(self, name: str, tokens: int = 32) -> float:
+        started = time.perf_counter()
+        if name == "transformers":
+            ids = torch.tensor([self.engine.decoder(PROMPT, algorithm="none", max_new_tokens=1).ids])
+            ids = ids.to(self.target.device)
+            with torch.inference_mode():
+                self.target.generate(
+                    ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, do_sample=False
+                )
+        else:
+            self.engine.generate(PROMPT, algorithm=name, num_draft_tokens=3, max_new_tokens=tokens)
+        self._wait()
+        return tokens / (time.perf_counter() - started)
+
+    def _median(self, call: Callable[[], None], repeats: int = 7) -> float:
+        taken = []
+        for _ in range(repeats):
+            self._wait()
+            started = time.perf_counter()
+            call()
+            self._wait()
+            taken.append(1000 * (time.perf_counter() - started))
+        return statistics.median(taken)
+
+    def _wait(self) -> None:
+        if self.target.device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+def cost_model(target: Size, drafter: Size, dtype: torch.dtype) -> dict[str, Any]:
+    """What a step reads, from counts: divide by the device's bandwidth for a bound on its time."""
+    width = torch.finfo(dtype).bits // 8
+    per_layer = 14  # kernels of an unfused Llama layer: norms, projections, rope, attention, gate, adds
+    return {
+        "target_bytes": target.parameters * width,
+        "drafter_bytes": drafter.parameters * width,
+        "target_logit_bytes_to_host": (3 + 1) * target.rows * width,
+        "drafter_logit_bytes_to_host": drafter.rows * width,
+        "target_launches": target.layers * per_layer,
+        "drafter_launches": drafter.layers * per_layer,
+        "shapes": [asdict(target), asdict(drafter)],
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,66 @@
+"""The GPU check in small on the CPU: it is right here, and sees when something is not."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from hetspec.runtime import verify
+from hetspec.runtime.verify import Verdict
+
+SCRIPT = Path(__file__).parent.parent / "pipelines" / "gpu_check.py"
+
+
+@pytest.fixture(scope="module")
+def check():
+    spec = importlib.util.spec_from_file_location("gpu_check", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["gpu_check"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def pair(check):
+    sizes = check.SMALL
+    return check.Pair(
+        sizes[0], sizes[0].make("cpu", torch.float32), sizes[2], sizes[2].make("cpu", torch.float32)
+    )
+
+
+def test_it_is_right_in_small(pair):
+    found = pair.exactness(tokens=12, draws=100)
+    assert found["right"]
+    assert set(found["greedy_same_tokens"].values()) == {12}
+    assert found["freedom"] >= 3
+
+
+def test_it_sees_a_wrong_verifier(pair, monkeypatch):
+    def accept_all(candidates, proposal_laws, logits, warping, rng, none=None):
+        return Verdict([*candidates, 0], len(candidates))
+
+    monkeypatch.setattr(verify, "_verify_block", accept_all)
+    assert not pair.exactness(tokens=4, draws=100)["right"]
+
+
+def test_the_times_and_the_cost_model_are_there(check, pair):
+    found = pair.times(float("inf"))
+    assert set(found["pass_ms"]) == {"1", "2", "4", "8"}
+    assert all(value > 0 for value in found["tokens_per_second"].values())
+    model = check.cost_model(check.REAL[0], check.REAL[1], torch.bfloat16)
+    assert 6e9 < model["target_bytes"] / 2 < 8e9
+    assert 0.4e9 < model["drafter_bytes"] / 2 < 0.6e9
+    json.dumps(model)
+
+
+def test_without_a_device_it_says_so(check, monkeypatch, capsys):
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    monkeypatch.setattr(sys, "argv", ["gpu_check.py"])
+    assert check.main() == 2
+    assert "--device cpu --small" in capsys.readouterr().err
