@@ -3,8 +3,8 @@
 gpu_check.py [--device cuda] [--draft-device …] [--small] [--out gpu_check.json] [--seconds 200]
 Makes random models of real sizes (a 7B-class target with 128k ids, drafters of the 0.5B and the 135M class), a pair of
 two byte-level vocabularies, and checks: every algorithm's greedy text against transformers' own on the same device,
-the law of sampled first tokens (χ²); then times drafter steps, target passes of 1 to 8 tokens, and whole texts side by side
-with transformers' loop. What random models accept means nothing: the times of the parts are what counts.
+the law of sampled first tokens (χ²); then times drafter steps, target passes of 1 to 8 tokens, and whole texts side by
+side with transformers' loop. What random models accept means nothing: the times of the parts are what counts.
 """
 
 from __future__ import annotations
