@@ -330,7 +330,9 @@ def test_psi_on_a_real_vocabulary():
     assert len(walk.trie) == len({p[:n] for p in real.pieces for n in range(len(p) + 1)})
     chosen = np.random.default_rng(0).choice(real.text_tokens, 1000, replace=False)
     for t in map(int, chosen):
-        assert law[t] == pytest.approx(brute_force(walk, row, 2, t), abs=1e-9, rel=1e-9)
+        assert law[t] == pytest.approx(
+            brute_force(walk, row, 2, t), rel=1e-9, abs=0
+        )  # most are far below 1e-9
 
 
 # -- the stop table --------------------------------------------------------------------------------------------------

@@ -53,23 +53,22 @@ def stop_table(
     node_of = np.full(len(target.pieces), -1)
     named = np.flatnonzero(trie.token >= 0)
     node_of[trie.token[named]] = named
+    first_byte = np.array([piece[0] if piece else -1 for piece in target.pieces])  # −1: none
     passed, ended = np.zeros(len(trie), np.int64), np.zeros(len(trie), np.int64)
     tokens = done = 0
     for batch in batches(texts):
         for ids in segmenter.encode_batch(batch):
             nodes = node_of[np.asarray(ids, dtype=np.int64)]
             np.add.at(passed, nodes[nodes >= 0], 1)
-            following = np.array([target.bytes_of(t)[:1] or b"\0" for t in ids[1:]], dtype="S1")
-            wanted = nodes[:-1] * 256 + np.frombuffer(following.tobytes(), np.uint8)
+            before, following = nodes[:-1], first_byte[np.asarray(ids[1:], dtype=np.int64)]
+            wanted = before * 256 + following
             at = np.searchsorted(keys, wanted)
-            hit = (nodes[:-1] >= 0) & (at < len(keys)) & (keys[np.minimum(at, len(keys) - 1)] == wanted)
+            hit = (before >= 0) & (following >= 0) & (keys[np.minimum(at, len(keys) - 1)] == wanted)
             np.add.at(ended, 1 + at[hit], 1)
             tokens += len(ids)
         done += sum(map(len, batch))
         progress(done)
-    for node in range(
-        len(trie) - 1, 0, -1
-    ):  # whoever passes a node has passed its parent; children come last
+    for node in range(len(trie) - 1, 0, -1):  # what passes a node has passed its parent; children come last
         passed[parent[node - 1]] += passed[node]
     return _result(trie, parent, passed, ended, tokens)
 
