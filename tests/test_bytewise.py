@@ -217,7 +217,9 @@ def test_a_wrong_psi_is_seen(exact_residual, monkeypatch, mutant, seed):
 
 
 @pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("mutant", [{"cls": WrongCandidate}, {"cls": StopsAtTheRoot}, {"walk": NotRenormalised}])
+@pytest.mark.parametrize(
+    "mutant", [{"cls": WrongCandidate}, {"cls": StopsAtTheRoot}, {"walk": NotRenormalised}]
+)
 def test_a_wrong_walk_is_seen(exact_residual, mutant, seed):
     law = joint(bytewise(**mutant), seed, target=TARGET, drafter=BYTES, k=1, n=2)
     assert total_variation(law, truth(seed, target=TARGET, n=2)) > 1e-4
