@@ -23,6 +23,7 @@ from tests.toys import TableRow, TapeRng, Toy, enumerate_law, total_variation
 
 # "abb" and "bab" end tokens whose prefixes "abb"[:2] is a token and "ba" is none.
 TARGET = Toy([b"a", b"b", b"ab", b"abb", b"bab"])
+SMALL = Toy([b"a", b"b", b"ab"])
 BYTES = Toy([b"b", b"a", b"c"])  # "c" begins no target token
 
 
@@ -91,7 +92,7 @@ def exact_residual(monkeypatch):
 
 @pytest.mark.parametrize(
     ("kind", "k", "n"),
-    [("random", 2, 2), ("random", 1, 3), ("half", 2, 2), ("always", 1, 2), ("never", 1, 2)],
+    [("random", 2, 2), ("random", 1, 3), ("half", 1, 2), ("always", 1, 2), ("never", 1, 2)],
 )
 def test_joint_law_is_the_targets(exact_residual, kind, k, n):
     law = joint(bytewise(kind), k, target=TARGET, drafter=BYTES, k=k, n=n)
@@ -103,7 +104,6 @@ CASES = {
     "drafter law with zeros": {"zeros_d": (1,)},  # below "ba" only "bab" goes on: dead ends
     "everything ends": {"zeros_d": (0, 1)},
     "target law with zeros": {"zeros": (0, 3)},
-    "k = 2": {"k": 2},
     "padded rows": {"target": Toy([b"a", b"b", b"ab"], rows=7), "drafter": Toy([b"b", b"a"], rows=6)},
     "drafter without EOS": {"drafter": Toy([b"b", b"a"], eos=False)},
     "target without EOS": {"target": Toy([b"a", b"b", b"ba"], eos=False)},
@@ -142,23 +142,52 @@ class NoStopInPsi(WalkLaw):
             walk.stop = kept
 
 
-class SegmentationsOnly(WalkLaw):
-    """ψ without the chance that the token ends after its last byte."""
+class Doubled(WalkLaw):
+    """ψ of what the residual asks about is twice too large."""
 
     def _compute(self, t):
-        psi = super()._compute(t)
-        return min(1.0, 2 * psi)
+        return min(1.0, 2 * super()._compute(t))
+
+
+class Forced:
+    """Gives one draw, then draws."""
+
+    def __init__(self, rng, first):
+        self.rng, self.first = rng, first
+
+    def categorical(self, law):
+        first, self.first = self.first, None
+        return self.rng.categorical(law) if first is None or not law[first] > 0 else first
 
 
 class KeepsTheByte(BytewiseSLRS):
-    """The byte that ended a walk stays in the context."""
+    """The byte that ended a walk begins the next one, whose ψ is told as if it had been drawn anew."""
+
+    def propose(self, *args):
+        self.kept = None
+        return super().propose(*args)
 
     def _token(self, context, root, rng):
-        t, psi, logits = super()._token(context, root, rng)
+        t, psi, logits = super()._token(context, root, Forced(rng, self.kept))
+        self.kept = None
         if t >= 0 and logits is not None:
-            context.push(self.walk.id_of[ord("a")])
-            return t, psi, context.next_logits()
+            walk, trie = self.walk, self.walk.trie
+            q = laws.law(logits, walk.settings.draft_warping)
+            below = trie.children(trie.path(walk.settings.target.bytes_of(t))[-1])
+            stop = dict(zip(trie.byte[below].tolist(), walk.stop[below].tolist(), strict=True))
+            roots = trie.byte[trie.children(0)]
+            ended = torch.tensor([float(q[walk.id_of[b]]) * stop.get(b, 1.0) for b in roots])
+            self.kept = rng.categorical(ended)
         return t, psi, logits
+
+
+class StopsAtTheRoot(BytewiseSLRS):
+    """A walk may end before its first byte, and ψ does not know."""
+
+    def _token(self, context, root, rng):
+        masses = torch.cat([0.7 * root.masses[:-1], torch.tensor([0.3], dtype=torch.float64)])
+        t, psi, logits = super()._token(context, Branches(root.start, masses, root.roles), rng)
+        return t, psi / 0.7, logits
 
 
 class NotRenormalised(ByteWalk):
@@ -180,7 +209,7 @@ class WrongCandidate(BytewiseSLRS):
 
 
 @pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("mutant", [NoStopInPsi, SegmentationsOnly])
+@pytest.mark.parametrize("mutant", [NoStopInPsi, Doubled])
 def test_a_wrong_psi_is_seen(exact_residual, monkeypatch, mutant, seed):
     monkeypatch.setattr("hetspec.runtime.bytewise.WalkLaw", mutant)
     law = joint(bytewise(), seed, target=TARGET, drafter=BYTES, k=1, n=2)
@@ -188,10 +217,30 @@ def test_a_wrong_psi_is_seen(exact_residual, monkeypatch, mutant, seed):
 
 
 @pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("mutant", [{"cls": WrongCandidate}, {"walk": NotRenormalised}])
+@pytest.mark.parametrize(
+    "mutant", [{"cls": WrongCandidate}, {"cls": StopsAtTheRoot}, {"walk": NotRenormalised}]
+)
 def test_a_wrong_walk_is_seen(exact_residual, mutant, seed):
     law = joint(bytewise(**mutant), seed, target=TARGET, drafter=BYTES, k=1, n=2)
     assert total_variation(law, truth(seed, target=TARGET, n=2)) > 1e-4
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_kept_byte_is_seen(exact_residual, seed):
+    arguments = {"target": SMALL, "drafter": BYTES, "k": 2, "n": 2}
+    expected = truth(seed, target=SMALL, n=2)
+    assert total_variation(joint(bytewise(), seed, **arguments), expected) < 1e-12
+    assert total_variation(joint(bytewise(cls=KeepsTheByte), seed, **arguments), expected) > 1e-4
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_the_residual_is_drawn_by_rejection_not_from_p(monkeypatch, seed):
+    """The shipped loop, every branch of it, in a whole step."""
+    arguments = {"target": SMALL, "drafter": BYTES, "k": 1, "n": 1}
+    expected = truth(seed, target=SMALL, n=1)
+    assert total_variation(joint(bytewise(), seed, **arguments), expected) < 1e-12
+    monkeypatch.setattr(verify, "_residual_draw", lambda p, pi, rng: rng.categorical(p))
+    assert total_variation(joint(bytewise(), seed, **arguments), expected) > 1e-4
 
 
 @pytest.mark.parametrize("seed", range(2))
