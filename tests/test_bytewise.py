@@ -226,14 +226,6 @@ def test_a_wrong_walk_is_seen(exact_residual, mutant, seed):
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_a_kept_byte_is_seen(exact_residual, seed):
-    arguments = {"target": SMALL, "drafter": BYTES, "k": 2, "n": 2}
-    expected = truth(seed, target=SMALL, n=2)
-    assert total_variation(joint(bytewise(), seed, **arguments), expected) < 1e-12
-    assert total_variation(joint(bytewise(cls=KeepsTheByte), seed, **arguments), expected) > 1e-4
-
-
-@pytest.mark.parametrize("seed", range(2))
 def test_the_residual_is_drawn_by_rejection_not_from_p(monkeypatch, seed):
     """The shipped loop, every branch of it, in a whole step."""
     arguments = {"target": SMALL, "drafter": BYTES, "k": 1, "n": 1}

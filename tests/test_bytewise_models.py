@@ -10,7 +10,6 @@ import torch
 
 import hetspec
 from hetspec.artifact import PairArtifact, PrunedHead, TokenizerIdentity
-from hetspec.errors import IncompatiblePair, InvalidArtifact, InvalidInput
 from hetspec.prep.intersect import build_map
 from hetspec.prep.stops import stop_table
 from hetspec.runtime.algorithms import BEHIND_TOKENS
@@ -65,28 +64,6 @@ def test_sampled_rows_draw_as_alone(engine):
         engine.generate(prompt, seed=7 + row, **options).new_ids for row, prompt in enumerate(PROMPTS[:3])
     ]
     assert sum(out.stats.proposed for out in together) > 0
-
-
-def test_auto_takes_the_form_where_it_can_be_had(tiny, engine):
-    assert engine._tools.form("auto") == "bytes"
-    without = BytePair()
-    without.pair = dataclasses.replace(without.pair, stops=None)
-    assert without.engine()._tools.form("auto") == "lookahead"
-    with pytest.raises(IncompatiblePair, match="no stop table"):
-        without.engine().generate("x", max_new_tokens=2, **BYTES)
-
-
-def test_refusals(tiny, engine):
-    with pytest.raises(InvalidInput, match="block verification cannot use"):
-        engine.generate("x", max_new_tokens=2, verify="block", **BYTES)
-    with pytest.raises(IncompatiblePair, match="single bytes"):
-        TinyPair().engine().generate("x", max_new_tokens=2, **BYTES)
-    stops = tiny.pair.stops
-    shorter = dataclasses.replace(stops, stop=stops.stop[:-1], counts=stops.counts[:-1])
-    other = BytePair()
-    other.pair = dataclasses.replace(other.pair, stops=shorter)
-    with pytest.raises(InvalidArtifact, match="byte trie has"):
-        other.engine().generate("x", max_new_tokens=2, **BYTES)
 
 
 @pytest.mark.parametrize("positions", [4, 24, 64])
@@ -159,31 +136,3 @@ def test_psi_asked_again_is_the_psi_that_was_drawn_from(tiny, dtype):
         tolerance = {torch.bfloat16: 0, torch.float32: 1e-4, torch.float64: 1e-9}[dtype]
         assert drawn > 0
         assert law[t] == pytest.approx(drawn, rel=tolerance, abs=0)
-
-
-def test_the_stop_table_is_a_part_of_the_artifact(tiny, tmp_path):
-    tiny.pair.save_pretrained(tmp_path / "pair")
-    again = PairArtifact.from_pretrained(tmp_path / "pair")
-    assert again.parts == ["map", "stops"]
-    assert np.array_equal(again.stops.stop, tiny.pair.stops.stop)
-    file = tmp_path / "pair" / "stops.safetensors"
-    whole = file.read_bytes()
-    file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-    with pytest.raises(InvalidArtifact):
-        PairArtifact.from_pretrained(tmp_path / "pair")
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"stop": np.array([0, 1.5], np.float32)},
-        {"stop": np.array([0, np.nan], np.float32)},
-        {"stop": np.array([0, 0.5], np.float64)},
-        {"counts": np.array([0, -1])},
-        {"counts": np.array([0])},
-    ],
-)
-def test_a_broken_stop_table_is_refused(changes):
-    parts = {"stop": np.array([0, 0.5], np.float32), "counts": np.array([0, 1]), **changes}
-    with pytest.raises(InvalidArtifact, match="stops"):
-        hetspec.artifact.StopTable(**parts)
