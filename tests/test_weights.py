@@ -41,6 +41,16 @@ def test_a_kernel_is_its_twin(kind, shape, bias):
     assert layer.packed_bytes <= linear.weight.numel() * 2
 
 
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(1536, 1536), (256, 1536), (576, 192), (96, 32)])
+def test_packed_weights_give_the_bits_of_the_plain_layer(shape, bias):
+    torch.manual_seed(0)
+    linear = torch.nn.Linear(shape[1], shape[0], bias=bias).bfloat16()
+    for n in (1, 2, 5, WIDE - 1):
+        x = torch.randn(n, shape[1]).bfloat16()
+        assert torch.equal(PackedLinear(linear)(x), linear(x))
+
+
 def test_long_reads_use_the_models_own_layer():
     linear = torch.nn.Linear(64, 48).bfloat16()
     x = torch.randn(1, WIDE, 64).bfloat16()

@@ -2,9 +2,10 @@
 
 Reading n tokens at once and reading them one by one give the same law, but not the same bits: in half precision a sum
 over more keys, some of them masked, is rounded otherwise, and at a near-tie the greedy text takes another way.
-oneDNN's half precision products of a few rows do not depend on how many rows there are; attention is all that does.
-With each position attending by itself, over its own keys, a pass gives bit for bit what single steps give, and costs no
-more: the mask and the copy of keys and values for every query head are left out.
+oneDNN's half precision products of a few rows do not depend on how many rows there are (but for layers with several
+thousand inputs, whose sums may differ in the last bit); attention is what does. With each position attending by itself,
+over its own keys, a pass gives bit for bit what single steps give, and costs no more: the mask and the copy of keys and
+values for every query head are left out.
 
 Imports transformers, so it is imported where a model is read.
 """

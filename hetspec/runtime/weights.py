@@ -42,8 +42,12 @@ class Relaid(nn.Module):
         raise NotImplementedError
 
     def multiply(self, x: Tensor) -> Tensor:
-        """[n, out] from [n, in], without the bias."""
+        """[n, out] from [n, in], the bias added."""
         raise NotImplementedError
+
+    def _biased(self, product: Tensor) -> Tensor:
+        bias = self._own[0].bias
+        return product if bias is None else product + bias
 
     def dequantised(self) -> Tensor:
         """float32[out, in], the weights as they are stored."""
@@ -55,8 +59,7 @@ class Relaid(nn.Module):
         rows = x.reshape(-1, self.in_features)
         if len(rows) >= WIDE:
             return own(x)  # type: ignore[no-any-return]
-        out = self.multiply(rows).reshape(*x.shape[:-1], self.out_features)
-        return out if own.bias is None else out + own.bias
+        return self.multiply(rows).reshape(*x.shape[:-1], self.out_features)
 
 
 class PackedLinear(Relaid):
@@ -72,9 +75,10 @@ class PackedLinear(Relaid):
         return 2 * self.in_features * self.out_features
 
     def multiply(self, x: Tensor) -> Tensor:
-        """[n, out] from [n, in]; sums in float32, rounds once, as the plain layer does."""
-        product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, None, "none", [], "")
-        return product
+        """[n, out] from [n, in]; sums in float32 and rounds once, the bias with it: the bits of the plain layer."""
+        bias = self._own[0].bias
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, bias, "none", [], "")
+        return out
 
     def dequantised(self) -> Tensor:
         """The layer's own weights."""
@@ -98,7 +102,7 @@ class Int8Linear(Relaid):
 
     def multiply(self, x: Tensor) -> Tensor:
         """[n, out] from [n, in]."""
-        return torch._weight_int8pack_mm(x, self._weight, self._scale)
+        return self._biased(torch._weight_int8pack_mm(x, self._weight, self._scale))
 
     def dequantised(self) -> Tensor:
         """float32[out, in]."""
@@ -137,7 +141,7 @@ class Int4Linear(Relaid):
 
     def multiply(self, x: Tensor) -> Tensor:
         """[n, out] from [n, in]."""
-        return torch._weight_int4pack_mm_for_cpu(x, self._packed, GROUP, self._groups)
+        return self._biased(torch._weight_int4pack_mm_for_cpu(x, self._packed, GROUP, self._groups))
 
     def dequantised(self) -> Tensor:
         """float32[out, in]."""
