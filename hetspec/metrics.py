@@ -48,8 +48,8 @@ METRICS = {
     "prune/step_seconds": "of a drafter forward; a curve over the rows kept",
     "prune/step_frac": "of a drafter forward, against the whole head",
     "prune/predicted_speedup_ratio": "over plain decoding at the best draft length; a curve over the rows kept",
-    "stops/decided_frac": "share of the text's bytes after a whole token that the stop table is sure about (0.9)",
-    "stops/text_tokens": "target tokens of the text it was counted on",
+    "affinity/stops_decided_frac": "share of the text's bytes after a whole token that the stop table is sure about (0.9)",
+    "affinity/stops_text_tokens": "target tokens of the text it was counted on",
     "predict/tokens_per_target_pass": "expected; a curve over the draft length (step = length)",
     "predict/speedup_ratio": "expected over plain decoding; a curve over the draft length",
     "predict/best_speedup_ratio": "at the best draft length",
@@ -103,7 +103,7 @@ _PRUNE_METRICS = {
     "prune/step_frac": "step_fraction",
     "prune/predicted_speedup_ratio": "speedup",
 }
-_STOPS_METRICS = {"stops/decided_frac": "decided", "stops/text_tokens": "target_tokens"}
+_STOPS_METRICS = {"affinity/stops_decided_frac": "decided", "affinity/stops_text_tokens": "target_tokens"}
 BENCH_METRICS = {
     "accept/direct_rate": "acceptance_direct",
     "accept/measured_rate": "acceptance_measured",
