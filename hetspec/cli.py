@@ -23,6 +23,7 @@ from hetspec.console import (
     Dtype,
     Json,
     Quiet,
+    Static,
     TargetModel,
     TargetWeights,
     Uri,
@@ -108,6 +109,7 @@ def generate(
     ] = False,
     draft_weights: DraftWeights = "auto",
     target_weights: TargetWeights = "own",
+    static: Static = False,
     num_draft_tokens: Annotated[str, typer.Option(help="Draft length, or auto.")] = "auto",
     temperature: Annotated[
         float | None,
@@ -163,6 +165,7 @@ def generate(
         full_head=full_head,
         draft_weights=draft_weights,
         target_weights=target_weights,
+        static=static,
         say=say,
     )
     inputs: Any = [{"role": "user", "content": text}] if chat else text

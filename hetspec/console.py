@@ -48,6 +48,10 @@ TargetWeights = Annotated[
     str,
     typer.Option(help="own, packed (a second copy in a layout that a bfloat16 CPU reads faster), or auto."),
 ]
+Static = Annotated[
+    bool,
+    typer.Option("--static", help="Fixed shapes and recorded steps: for a GPU."),
+]
 Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16 or float64.")]
 
 Command = TypeVar("Command", bound=Callable[..., None])
@@ -153,6 +157,7 @@ def load_engine(
     full_head: bool = False,
     draft_weights: str = "auto",
     target_weights: str = "own",
+    static: bool = False,
     say: Callable[[str], None] = lambda _: None,
 ) -> Engine:
     """Loads the models of a pair and makes them ready to generate."""
@@ -183,6 +188,7 @@ def load_engine(
         full_head=full_head,
         draft_weights=draft_weights,
         target_weights=target_weights,
+        static=static,
     )
 
 

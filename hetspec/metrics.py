@@ -48,7 +48,7 @@ METRICS = {
     "prune/step_seconds": "of a drafter forward; a curve over the rows kept",
     "prune/step_frac": "of a drafter forward, against the whole head",
     "prune/predicted_speedup_ratio": "over plain decoding at the best draft length; a curve over the rows kept",
-    "affinity/stops_decided_frac": "share of the text's bytes after a whole token that the stop table is sure about (0.9)",
+    "affinity/stops_decided_frac": "share of the text's bytes after a whole token the stop table is sure of (0.9)",
     "affinity/stops_text_tokens": "target tokens of the text it was counted on",
     "predict/tokens_per_target_pass": "expected; a curve over the draft length (step = length)",
     "predict/speedup_ratio": "expected over plain decoding; a curve over the draft length",

@@ -196,17 +196,10 @@ class Decoder:
             self.max_new_tokens - len(self.new_ids), self.target.max_length - len(self.ids)
         )  # tokens that may still be committed
         drafted = self.context is not None and room > 1 and not (self.prompt_alone and not self.target.length)
-        proposal = self._propose(room - 1) if drafted else Proposal()
-        feed = self.ids[self.target.length :] + proposal.ids
-        logits = self.target.forward(feed, keep=len(proposal.ids) + 1)
-        verifying = time.perf_counter()
-        rows: Rows = logits
-        if self.processing.processors:
-            rows = ProcessedLogits(logits, self.processing, self.ids, proposal.ids, self.eos_ids, self.scores)
-        verdict = verify(proposal, rows, self.warping, self.rng, self.method)
-        self.target.crop(len(self.ids) + verdict.accepted)
+        proposal, verdict, rows, logits = self._judged(room, drafted)
+        committing = time.perf_counter()
         committed = self._commit(verdict.ids, rows, logits, room)
-        self.stats.seconds["verify"] += time.perf_counter() - verifying
+        self.stats.seconds["verify"] += time.perf_counter() - committing
         self.stats.count(proposal, verdict)
         self.stats.new_tokens += len(committed)
         if not self.done and self.context is not None:
@@ -229,6 +222,20 @@ class Decoder:
         )
         self.stats.choice = self.plan.reason
         return committed
+
+    def _judged(self, room: int, drafted: bool) -> tuple[Proposal, Verdict, Rows, Tensor]:
+        """Drafts, reads with the target and judges; (candidates, verdict, processed rows, raw logits)."""
+        proposal = self._propose(room - 1) if drafted else Proposal()
+        feed = self.ids[self.target.length :] + proposal.ids
+        logits = self.target.forward(feed, keep=len(proposal.ids) + 1)
+        verifying = time.perf_counter()
+        rows: Rows = logits
+        if self.processing.processors:
+            rows = ProcessedLogits(logits, self.processing, self.ids, proposal.ids, self.eos_ids, self.scores)
+        verdict = verify(proposal, rows, self.warping, self.rng, self.method)
+        self.target.crop(len(self.ids) + verdict.accepted)
+        self.stats.seconds["verify"] += time.perf_counter() - verifying
+        return proposal, verdict, rows, logits
 
     def _readings(self) -> tuple[float, float, int]:
         """Seconds of the target and of the drafter so far, and the drafter's forwards."""

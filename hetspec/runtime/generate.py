@@ -14,7 +14,7 @@ import numbers
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -50,6 +50,9 @@ from hetspec.runtime.sides import first_bytes, is_chat, make_side, read_batch, r
 from hetspec.runtime.tools import SLRS_FORMS, PairTools
 from hetspec.runtime.verify import METHODS
 from hetspec.runtime.weights import TARGET_WEIGHTS
+
+if TYPE_CHECKING:
+    from hetspec.runtime.static_step import StaticPool
 
 
 @dataclass(frozen=True)
@@ -149,6 +152,7 @@ class Engine:
         draft_weights: how a bfloat16 drafter on the CPU reads its weights: "own", "packed", "int8", "int4"; "auto" is
             "packed" where the processor allows it (`hetspec.runtime.weights`).
         target_weights: "own", "packed", or "auto": packed where the processor allows it.
+        static: read in fixed shapes from buffers of a fixed size, which a GPU replays (`hetspec.runtime.static_step`).
 
     Raises:
         StaleArtifact: the pair was built for other tokenizers.
@@ -166,6 +170,7 @@ class Engine:
         full_head: bool = False,
         draft_weights: str = "auto",
         target_weights: str = "own",
+        static: bool = False,
     ) -> None:
         if pair is None and target_tokenizer is None:
             raise InvalidInput("no pair and no target_tokenizer given.", "Pass pair=hetspec.load_pair(…).")
@@ -182,8 +187,9 @@ class Engine:
             )
         identity = pair.target if pair else None
         self.target = make_side(
-            target, target_tokenizer, identity, "target", weights=target_weights, stepwise=True
+            target, target_tokenizer, identity, "target", weights=target_weights, stepwise=not static
         )
+        self._statics = _pool() if static else None
         self._records: dict[
             Any, dict[str, Record]
         ] = {}  # what "auto" has seen, by the settings it saw it with
@@ -428,36 +434,54 @@ class Engine:
         seeded = seeded or joint  # the clock of one row says nothing while others run
         plan: DraftLength
         chosen: Algorithm
-        if drafting.algorithm == "auto" and self.drafter is not None:
+        name = drafting.algorithm
+        if name == "auto" and (self.drafter is None or self._statics is not None):
+            name = self._recorded_choice
+        if name == "auto":
             plan = chosen = self._auto(form, task, draft_warping, length, seeded=seeded)
         else:
-            name = "none" if drafting.algorithm == "auto" else drafting.algorithm
             chosen = self._algorithm(name, form, task, draft_warping, drafting.prior, drafting.verify)
             plan = self._plan(length, seeded=seeded)
-        context = None
-        if self.drafter is not None and chosen.name != "none":
-            assert self.drafter.model is not None
-            drafter = self.drafter.model
-            row = JointRow(drafter, first=True) if joint else drafter.new_row()
-            context = self._context(row, chat, drafter_inputs, prompt)
-        target = self.target.model
-        return Decoder(
-            target=JointRow(target) if joint else target.new_row(),
-            vocabulary=self.target.vocabulary,
-            prompt=prompt,
-            context=context,
-            algorithm=chosen,
-            warping=task.warping,
-            plan=plan,
-            rng=rng,
-            eos_ids=task.eos_ids,
-            max_new_tokens=task.max_new_tokens,
-            method=_method(drafting.verify, task.processing),
-            processing=task.processing,
-            prompt_alone=target.stepwise,
-            keep_scores=task.keep_scores,
-            keep_logits=task.keep_logits,
-        )
+        drafter = None if chosen.name == "none" or self.drafter is None else self.drafter.model
+        target, static = self.target.model, None
+        draft_row: Row | None = None
+        row: Row = JointRow(target) if joint else target.new_row()
+        if drafter is not None:
+            draft_row = JointRow(drafter, first=True) if joint else drafter.new_row()
+        if self._statics is not None and not joint:
+            static = self._statics.take(self.target, self.drafter, prompt, task.max_new_tokens)
+            row, draft_row = static.rows(drafting=drafter is not None)
+        options: dict[str, Any] = {
+            "target": row,
+            "vocabulary": self.target.vocabulary,
+            "prompt": prompt,
+            "context": None if draft_row is None else self._context(draft_row, chat, drafter_inputs, prompt),
+            "algorithm": chosen,
+            "warping": task.warping,
+            "plan": plan,
+            "rng": rng,
+            "eos_ids": task.eos_ids,
+            "max_new_tokens": task.max_new_tokens,
+            "method": _method(drafting.verify, task.processing),
+            "processing": task.processing,
+            "prompt_alone": target.stepwise,
+            "keep_scores": task.keep_scores,
+            "keep_logits": task.keep_logits,
+        }
+        if static is None:
+            return Decoder(**options)
+        if isinstance(plan, AutoLength):  # the clock cannot tell the parts of a recorded step from each other
+            options["plan"] = AutoLength(self._declared_cost, measure=False)
+        return static.decoder(options, draft_warping, self._tools if draft_row is not None else None)
+
+    @property
+    def _recorded_choice(self) -> str:
+        """What "auto" is where nothing is tried: no drafter, or recorded steps."""
+        if self.drafter is None or self.pair is None:
+            return "none"
+        if not (self._tools.map.d2t >= 0).any():
+            return "slem"
+        return "rdk" if self.pair.kernels else "tli"
 
     def _processing(
         self,
@@ -630,6 +654,12 @@ class Engine:
         return context
 
 
+def _pool() -> StaticPool:
+    from hetspec.runtime.static_step import StaticPool  # imports transformers
+
+    return StaticPool()
+
+
 def _config(given: Any, own: Any) -> Any:
     """A GenerationConfig: the given one, or read from a file or directory, or the model's own."""
     if given is None:
@@ -730,6 +760,7 @@ def engine_of(
     full_head: bool,
     draft_weights: str,
     target_weights: str,
+    static: bool,
 ) -> Engine:
     """An engine for these very objects, made once and kept while it is among the last ones used."""
     key = (
@@ -741,6 +772,7 @@ def engine_of(
         full_head,
         draft_weights,
         target_weights,
+        static,
     )
     for known, engine in _ENGINES:
         if all(a is b or (isinstance(a, str) and a == b) for a, b in zip(known, key, strict=True)):
@@ -755,6 +787,7 @@ def engine_of(
         full_head=full_head,
         draft_weights=draft_weights,
         target_weights=target_weights,
+        static=static,
     )
     _ENGINES.append((key, engine))
     del _ENGINES[:-_KEPT_ENGINES]
@@ -772,6 +805,7 @@ def generate(
     full_head: bool = False,
     draft_weights: str = "auto",
     target_weights: str = "own",
+    static: bool = False,
     **options: Any,
 ) -> GenerateOutput:
     """Generates from the target, losslessly, with the help of a drafter.
@@ -786,13 +820,22 @@ def generate(
         draft_weights: how a bfloat16 drafter on the CPU reads its weights: "own", "packed", "int8", "int4"; "auto" is
             "packed" where the processor allows it (`hetspec.runtime.weights`).
         target_weights: "own", "packed", or "auto": packed where the processor allows it.
+        static: read in fixed shapes from buffers of a fixed size, which a GPU replays (`hetspec.runtime.static_step`).
         options: see `Engine.decoder`, plus `streamer`.
 
     Raises:
         HetspecError: one of its kinds, saying what was found and what to do.
     """
     return engine_of(
-        target, drafter, pair, target_tokenizer, drafter_tokenizer, full_head, draft_weights, target_weights
+        target,
+        drafter,
+        pair,
+        target_tokenizer,
+        drafter_tokenizer,
+        full_head,
+        draft_weights,
+        target_weights,
+        static,
     ).generate(inputs, **options)
 
 
@@ -807,11 +850,20 @@ def generate_batch(
     full_head: bool = False,
     draft_weights: str = "auto",
     target_weights: str = "own",
+    static: bool = False,
     **options: Any,
 ) -> list[GenerateOutput]:
     """`generate` for several prompts at once; see `Engine.generate_batch`."""
     return engine_of(
-        target, drafter, pair, target_tokenizer, drafter_tokenizer, full_head, draft_weights, target_weights
+        target,
+        drafter,
+        pair,
+        target_tokenizer,
+        drafter_tokenizer,
+        full_head,
+        draft_weights,
+        target_weights,
+        static,
     ).generate_batch(inputs, **options)
 
 
@@ -826,9 +878,18 @@ def stream(
     full_head: bool = False,
     draft_weights: str = "auto",
     target_weights: str = "own",
+    static: bool = False,
     **options: Any,
 ) -> Iterator[Chunk]:
     """`generate` as an iterator of steps."""
     return engine_of(
-        target, drafter, pair, target_tokenizer, drafter_tokenizer, full_head, draft_weights, target_weights
+        target,
+        drafter,
+        pair,
+        target_tokenizer,
+        drafter_tokenizer,
+        full_head,
+        draft_weights,
+        target_weights,
+        static,
     ).stream(inputs, **options)

@@ -43,6 +43,7 @@ def hf_generate(
     full_head: bool = False,
     draft_weights: str = "auto",
     target_weights: str = "own",
+    static: bool = False,
     algorithm: str = "auto",
     num_draft_tokens: int | str = "auto",
     slrs_form: str = "auto",
@@ -71,7 +72,7 @@ def hf_generate(
         pair: the pair artifact; required with a drafter.
         drafter: the model that proposes.
         target_tokenizer, drafter_tokenizer: by default those recorded in the pair.
-        full_head, draft_weights, target_weights, algorithm, num_draft_tokens, slrs_form, prior, verify, seed,
+        full_head, draft_weights, target_weights, static, algorithm, num_draft_tokens, slrs_form, prior, verify, seed,
             generator, draft_temperature, draft_top_k, draft_top_p, drafter_inputs: see `hetspec.Engine`.
         token_streamer: gets the prompt and every committed token. (`streamer` works too.)
         model_kwargs: what else transformers would pass to the forward.
@@ -119,7 +120,15 @@ def hf_generate(
     if token_streamer is not None:
         token_streamer.put(input_ids.cpu())
     engine = engine_of(
-        model, drafter, pair, target_tokenizer, drafter_tokenizer, full_head, draft_weights, target_weights
+        model,
+        drafter,
+        pair,
+        target_tokenizer,
+        drafter_tokenizer,
+        full_head,
+        draft_weights,
+        target_weights,
+        static,
     )
     wanted = bool(generation_config.return_dict_in_generate)
     processors, warping = apart(

@@ -72,12 +72,14 @@ def law(logits: Tensor, warping: Warping, whose: str = "the target") -> Tensor:
     return truncate(probabilities, warping)
 
 
-def truncate(probabilities: Tensor, warping: Warping) -> Tensor:
+def truncate(probabilities: Tensor, warping: Warping, head: int = TOP_P_HEAD) -> Tensor:
     """Applies top-k, top-p and min-p to a law and renormalises it.
 
     Args:
         probabilities: [..., V].
         warping: its temperature is ignored.
+        head: likeliest tokens among which top-p's threshold is looked for first; with V or more, no value is looked
+            at by the host.
 
     Returns:
         [..., V]; the input itself if nothing is switched on.
@@ -88,7 +90,7 @@ def truncate(probabilities: Tensor, warping: Warping) -> Tensor:
         kth = kept.topk(warping.top_k, dim=-1).values[..., -1:]
         kept = _renormalised(kept, kept >= kth)
     if warping.top_p < 1:
-        kept = _renormalised(kept, kept >= _top_p_threshold(kept, warping.top_p))
+        kept = _renormalised(kept, kept >= _top_p_threshold(kept, warping.top_p, head))
     if warping.min_p > 0:
         kept = _renormalised(kept, kept >= warping.min_p * kept.amax(dim=-1, keepdim=True))
     return kept
@@ -99,9 +101,9 @@ def _renormalised(probabilities: Tensor, keep: Tensor) -> Tensor:
     return kept / kept.sum(dim=-1, keepdim=True)
 
 
-def _top_p_threshold(probabilities: Tensor, top_p: float) -> Tensor:
+def _top_p_threshold(probabilities: Tensor, top_p: float, head: int) -> Tensor:
     """The probability of the last token inside the nucleus, [..., 1]; tokens tied with it stay."""
-    head = min(TOP_P_HEAD, probabilities.shape[-1])
+    head = min(head, probabilities.shape[-1])
     while True:
         values = probabilities.topk(head, dim=-1).values
         before = values.cumsum(dim=-1) - values  # mass of the strictly likelier tokens
