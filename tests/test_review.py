@@ -396,6 +396,7 @@ def test_a_changed_tokenizer_is_seen_on_every_path():
         False,
         "auto",
         "own",
+        False,
     )
     assert engine_of(*arguments) is engine_of(*arguments)
     fresh.target_tokenizer.add_tokens(["zzz"])
