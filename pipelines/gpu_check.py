@@ -1,10 +1,12 @@
 """Is hetspec right on this device, and where does its time go? One script of a few minutes, no network.
 
 gpu_check.py [--device cuda] [--draft-device …] [--small] [--out gpu_check.json] [--seconds 200]
-Makes random models of real sizes (a 7B-class target with 128k ids, drafters of the 0.5B and the 135M class), a pair of
-two byte-level vocabularies, and checks: every algorithm's greedy text against transformers' own on the same device,
-the law of sampled first tokens (χ²); then times drafter steps, target passes of 1 to 8 tokens, and whole texts side by
-side with transformers' loop. What random models accept means nothing: the times of the parts are what counts.
+Makes random models of real sizes (a 7B-class target with 128k ids, drafters of the 0.5B and the 135M class and one with
+256k ids), a pair of two byte-level vocabularies, and checks, in growing caches and in fixed shapes (`static`): every
+algorithm's greedy text against transformers' own on the same device, the law of sampled first tokens (χ²), the kernels
+against their torch twins, and that a recorded step waits for the device once. Then it times drafter steps, target
+passes of 1 to 8 tokens, recorded steps, and whole texts side by side with transformers' loop. What random models accept
+means nothing: the times of the parts are what counts.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -25,9 +28,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from hetspec.artifact import PairArtifact, TokenizerIdentity
 from hetspec.console import quiet_libraries
 from hetspec.prep.intersect import build_map
-from hetspec.runtime import laws
+from hetspec.runtime import device_kernels, laws, static_step
 from hetspec.runtime.generate import Engine
 from hetspec.runtime.laws import Warping
+from hetspec.runtime.static_step import StaticStep
 from hetspec.segment import Segmenter
 from hetspec.vocab import Vocabulary, byte_alphabet
 
@@ -86,6 +90,7 @@ REAL = (
     Size("target-7b", 128_000, 4096, 32, 32, 8, 11_008),
     Size("drafter-0.5b", 152_000, 896, 24, 14, 2, 4864),
     Size("drafter-135m", 49_152, 576, 30, 9, 3, 1536),
+    Size("drafter-270m", 262_144, 640, 18, 4, 1, 2048),
 )
 SMALL = (
     Size("target-small", 3000, 128, 4, 4, 2, 256),
@@ -113,17 +118,22 @@ def main() -> int:
     draft_device = arguments.draft_device or arguments.device
     dtype = getattr(torch, arguments.dtype)
     report: dict[str, Any] = {"machine": machine(arguments.device), "dtype": arguments.dtype, "pairs": []}
+    report["kernels"] = kernels(
+        arguments.device, ((3000, 1000),) if arguments.small else ((128_000, 49_152), (262_144, 152_000))
+    )
+    report["bytes_per_second"] = bandwidth(arguments.device, 2**24 if arguments.small else 2**31)
     target = sizes[0].make(arguments.device, dtype)
     for size in sizes[1:]:
         if time.monotonic() > ends:
             report["pairs"].append({"drafter": size.name, "left_out": "the time is over"})
             continue
         pair = Pair(sizes[0], target, size, size.make(draft_device, dtype))
-        found = {"drafter": size.name, **pair.exactness(), **pair.times(ends)}
-        found["cost_model"] = cost_model(sizes[0], size, dtype)
+        found = {"drafter": size.name, **pair.exactness(), **pair.one_wait(), **pair.times(ends)}
+        found["right"] = found["right"] and found["one_wait"]
+        found["cost_model"] = cost_model(sizes[0], size, dtype, report["bytes_per_second"])
         report["pairs"].append(found)
         print(json.dumps(found), file=sys.stderr, flush=True)
-    report["right"] = all(p.get("right", True) for p in report["pairs"])
+    report["right"] = all(p.get("right", True) for p in [*report["pairs"], *report["kernels"]])
     text = json.dumps(report, indent=1)
     if arguments.out is not None:
         arguments.out.write_text(text + "\n", encoding="utf-8")
@@ -181,9 +191,9 @@ class Pair:
             target=TokenizerIdentity.of(sides[0]), drafter=TokenizerIdentity.of(sides[1]), map=mapping
         )
         self.target, self.drafter = target, drafter
-        self.engine = Engine(
-            target, drafter, artifact, target_tokenizer=tokenizers[0], drafter_tokenizer=tokenizers[1]
-        )
+        names = {"target_tokenizer": tokenizers[0], "drafter_tokenizer": tokenizers[1]}
+        self.engine = Engine(target, drafter, artifact, **names)
+        self.static = Engine(target, drafter, artifact, static=True, **names)
 
     def exactness(self, tokens: int = 24, draws: int = 200) -> dict[str, Any]:
         """Greedy texts against transformers', and the law of sampled first tokens."""
@@ -196,39 +206,55 @@ class Pair:
             )
         plain = [int(t) for t in plain[0, ids.shape[1] :]]
         greedy = {}
-        for algorithm in ("none", "slem", "tli", "slrs"):
-            out = engine.generate(PROMPT, algorithm=algorithm, num_draft_tokens=3, max_new_tokens=tokens)
-            same = next(
-                (i for i, (a, b) in enumerate(zip(out.new_ids, plain, strict=True)) if a != b), tokens
-            )
-            greedy[algorithm] = same
+        for form, runner in (("", engine), ("static-", self.static)):
+            for algorithm in ("none", "slem", "tli", "slrs"):
+                out = runner.generate(PROMPT, algorithm=algorithm, num_draft_tokens=3, max_new_tokens=tokens)
+                same = next(
+                    (i for i, (a, b) in enumerate(zip(out.new_ids, plain, strict=True)) if a != b), tokens
+                )
+                greedy[form + algorithm] = same
         # A sharp law, so that the χ² has something to see; tokens expected less than 5 times share a cell.
         warping = Warping(temperature=0.25, top_k=20)
         decoder = engine.decoder(PROMPT, algorithm="none", max_new_tokens=1)
         p = laws.law(decoder.target.forward(decoder.ids, keep=1)[0], warping).double().cpu()
-        counts = torch.zeros_like(p)
-        for seed in range(draws):
-            out = engine.generate(
-                PROMPT,
-                algorithm="tli",
-                num_draft_tokens=1,
-                max_new_tokens=2,
-                do_sample=True,
-                temperature=0.25,
-                top_k=20,
-                seed=seed,
+        chi2 = {
+            name: _chi2(runner, p, draws, verify)
+            for name, runner, verify in (
+                ("block", engine, "block"),
+                ("static-token", self.static, "token"),
+                ("static-block", self.static, "block"),
             )
-            counts[out.new_ids[0]] += 1
-        big = draws * p >= 5
-        cells = [(float(counts[i]), float(draws * p[i])) for i in torch.nonzero(big).flatten()]
-        cells.append((float(counts[~big].sum()), max(float(draws * p[~big].sum()), 1e-9)))
-        chi2 = sum((seen - wanted) ** 2 / wanted for seen, wanted in cells if wanted > 1e-6)
-        freedom = max(1, len(cells) - 1)
-        lawful = chi2 < freedom + 6 * (2 * freedom) ** 0.5
+        }
+        freedom = max(1, int((draws * p >= 5).sum()))
+        lawful = max(chi2.values()) < freedom + 6 * (2 * freedom) ** 0.5
         # In half precision texts may part at a near-tie; another algorithm's must not part earlier than plain's own.
         exact = self.target.dtype == torch.float32 or self.target.device.type == "cpu"
         right = lawful and (min(greedy.values()) == tokens or not exact)
         return {"greedy_same_tokens": greedy, "chi2": chi2, "freedom": freedom, "right": right}
+
+    def one_wait(self) -> dict[str, Any]:
+        """Whether recorded steps, greedy and sampled, run without any wait that torch can see (CUDA only)."""
+        calls = 0
+        honest = StaticStep.__call__
+
+        def watched(step: StaticStep, *arguments: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            torch.cuda.set_sync_debug_mode("error")  # an event's own wait, the one there is, is not counted
+            try:
+                return honest(step, *arguments)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+
+        sampled = {"do_sample": True, "temperature": 0.5}
+        together = self.target.device == self.drafter.device
+        for options in ({}, sampled):
+            settings = {"algorithm": "tli", "num_draft_tokens": 3, "max_new_tokens": 16, **options}
+            self.static.generate(PROMPT, **settings)  # records the steps
+            if self.target.device.type == "cuda" and together:
+                with mock.patch.object(StaticStep, "__call__", watched):
+                    self.static.generate(PROMPT, **settings)
+        return {"one_wait": True, "watched_steps": calls}
 
     def times(self, ends: float) -> dict[str, Any]:
         """Milliseconds of the parts, and tokens per second of whole loops."""
@@ -249,11 +275,35 @@ class Pair:
             else:
                 found[name] = self._median(lambda: read(1))
         speed = {}
-        for name in ("transformers", "none", "slem", "tli"):
+        for name in ("transformers", "none", "slem", "tli", "static-none", "static-tli"):
             if time.monotonic() > ends:
                 break
+            if name.startswith("static"):
+                self._speed(name)  # records the steps
             speed[name] = self._speed(name)
-        return {**found, "tokens_per_second": speed}
+        return {**found, "static_step_ms": self._step_times(), "tokens_per_second": speed}
+
+    def _step_times(self) -> dict[str, float]:
+        """Median milliseconds of a recorded step by draft length, as its user waits for it."""
+        found = {}
+        honest = StaticStep.__call__
+        for k in (0, 1, 3, 5):
+            taken: list[float] = []
+
+            def timed(step: StaticStep, *arguments: Any, taken: list[float] = taken) -> Any:
+                started = time.perf_counter()
+                answer = honest(step, *arguments)
+                taken.append(1000 * (time.perf_counter() - started))
+                return answer
+
+            settings = {"algorithm": "tli" if k else "none", "max_new_tokens": 16}
+            settings |= {"num_draft_tokens": k} if k else {}
+            self.static.generate(PROMPT, **settings)
+            with mock.patch.object(StaticStep, "__call__", timed):
+                self.static.generate(PROMPT, **settings)
+            if taken:
+                found[str(k)] = statistics.median(taken)
+        return found
 
     def _speed(self, name: str, tokens: int = 32) -> float:
         started = time.perf_counter()
@@ -265,36 +315,134 @@ class Pair:
                     ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, do_sample=False
                 )
         else:
-            self.engine.generate(PROMPT, algorithm=name, num_draft_tokens=3, max_new_tokens=tokens)
+            runner = self.static if name.startswith("static-") else self.engine
+            algorithm = name.removeprefix("static-")
+            runner.generate(PROMPT, algorithm=algorithm, num_draft_tokens=3, max_new_tokens=tokens)
         self._wait()
         return tokens / (time.perf_counter() - started)
 
-    def _median(self, call: Callable[[], None], repeats: int = 7) -> float:
-        taken = []
-        for _ in range(repeats):
-            self._wait()
-            started = time.perf_counter()
-            call()
-            self._wait()
-            taken.append(1000 * (time.perf_counter() - started))
-        return statistics.median(taken)
+    def _median(self, call: Callable[[], Any]) -> float:
+        return median_ms(call, self.target.device)
 
     def _wait(self) -> None:
-        if self.target.device.type == "cuda":
-            torch.cuda.synchronize()
+        wait(self.target.device)
 
 
-def cost_model(target: Size, drafter: Size, dtype: torch.dtype) -> dict[str, Any]:
-    """What a step reads, from counts: divide by the device's bandwidth for a bound on its time."""
+def median_ms(call: Callable[[], Any], device: torch.device, repeats: int = 7) -> float:
+    """Median milliseconds of a call and what it has started on the device."""
+    call()
+    taken = []
+    for _ in range(repeats):
+        wait(device)
+        started = time.perf_counter()
+        call()
+        wait(device)
+        taken.append(1000 * (time.perf_counter() - started))
+    return statistics.median(taken)
+
+
+def wait(device: torch.device) -> None:
+    """Waits for everything started on the device."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _chi2(runner: Engine, p: torch.Tensor, draws: int, verify: str) -> float:
+    """χ² of the first tokens of sampled texts; those expected less than 5 times share a cell."""
+    counts = torch.zeros_like(p)
+    options = {"do_sample": True, "temperature": 0.25, "top_k": 20, "verify": verify}
+    for seed in range(draws):
+        out = runner.generate(
+            PROMPT, algorithm="tli", num_draft_tokens=2, max_new_tokens=3, seed=seed, **options
+        )
+        counts[out.new_ids[0]] += 1
+    big = draws * p >= 5
+    cells = [(float(counts[i]), float(draws * p[i])) for i in torch.nonzero(big).flatten()]
+    cells.append((float(counts[~big].sum()), max(float(draws * p[~big].sum()), 1e-9)))
+    return sum((seen - wanted) ** 2 / wanted for seen, wanted in cells if wanted > 1e-6)
+
+
+def kernels(name: str, sizes: tuple[tuple[int, int], ...], k: int = 5) -> list[dict[str, Any]]:
+    """The arithmetic that this device uses against its torch form, and both times, for (V, V_d) of `sizes`."""
+    device = torch.device(name)
+    used = static_step.arithmetic(device)
+    found = []
+    for rows, drafter_rows in sizes:
+        generator = torch.Generator(device).manual_seed(rows)
+
+        def law(*shape: int, g: torch.Generator = generator) -> torch.Tensor:
+            return torch.softmax(4 * torch.randn(*shape, device=device, generator=g), dim=-1)
+
+        columns = torch.randperm(rows, device=device, generator=generator)[: rows // 2].sort().values
+        width = len(columns)
+        column_of = torch.full((rows,), width, dtype=torch.int64, device=device)
+        column_of[columns] = torch.arange(width, device=device)
+        entries = torch.randint(0, 4, (width,), device=device, generator=generator)
+        offsets = torch.cat([torch.zeros(1, dtype=torch.int64, device=device), entries.cumsum(0)])
+        nnz = int(offsets[-1])
+        sources = torch.randint(0, drafter_rows, (nnz,), device=device, generator=generator)
+        weights = torch.rand(nnz, device=device, generator=generator)
+        p, pi, w = law(k + 1, rows), law(k, width), torch.linspace(1, 0.5, k + 1, device=device)
+        noise = torch.empty(rows, dtype=torch.float64, device=device).exponential_(generator=generator)
+        place = [torch.tensor([i], device=device) for i in (2, k)]
+        calls = {
+            "redistribute": (law(drafter_rows), offsets, sources, weights),
+            "surplus_masses": (p[:k], pi, columns, w[:k]),
+            "surplus_race": (p, pi, column_of, w, *place, noise),
+            "race": (p[0], noise),
+        }
+        result: dict[str, Any] = {"rows": rows, "drafter_rows": drafter_rows, "module": used.__name__}
+        result["ms"], result["torch_ms"], right = {}, {}, True
+        for function, arguments in calls.items():
+            here, twin = getattr(used, function), getattr(device_kernels, function)
+            right &= torch.allclose(here(*arguments), twin(*arguments), rtol=1e-4, atol=1e-6)
+            result["ms"][function] = median_ms(lambda f=here, a=arguments: f(*a), device)  # type: ignore[misc]
+            result["torch_ms"][function] = median_ms(lambda f=twin, a=arguments: f(*a), device)  # type: ignore[misc]
+        found.append({**result, "right": right})
+    return found
+
+
+def bandwidth(name: str, size: int) -> float:
+    """Bytes per second that the device reads: sums over `size` bytes."""
+    device = torch.device(name)
+    data = torch.ones(size // 2, dtype=torch.bfloat16, device=device)
+    return size / (median_ms(data.sum, device) / 1000)
+
+
+def cost_model(target: Size, drafter: Size, dtype: torch.dtype, speed: float = 0.0) -> dict[str, Any]:
+    """What a step must cost, from counts.
+
+    A step of draft length k reads the target once and the drafter k times (the first read takes the committed tokens
+    along), so weights / bandwidth bounds its time from below; launches matter where they are not recorded in a graph.
+
+    Args:
+        target, drafter: shapes.
+        dtype: of the weights.
+        speed: bytes per second of the device; 0 leaves out the bounds.
+    """
     width = torch.finfo(dtype).bits // 8
     per_layer = 14  # kernels of an unfused Llama layer: norms, projections, rope, attention, gate, adds
+    arithmetic = 25  # of ours per drafted token: softmax, q·K, normalise, race, table look-ups
+    verdict = 40  # softmax, ratios, surplus, race, the answer
+    steps = {}
+    for k in (0, 1, 3, 5):
+        read = width * (target.parameters + k * drafter.parameters)
+        launches = per_layer * (target.layers + k * drafter.layers) + k * arithmetic + verdict
+        steps[str(k)] = {
+            "bytes": read,
+            "launches": launches,
+            "waits": {"static": 1, "dynamic": k + 1},
+            "bytes_to_host": {
+                "static": 8 * (k + 4),
+                "dynamic": width * ((k + 1) * target.rows + k * drafter.rows),
+            },
+        }
+        if speed:
+            steps[str(k)]["bound_ms"] = 1000 * read / speed
     return {
         "target_bytes": target.parameters * width,
         "drafter_bytes": drafter.parameters * width,
-        "target_logit_bytes_to_host": (3 + 1) * target.rows * width,
-        "drafter_logit_bytes_to_host": drafter.rows * width,
-        "target_launches": target.layers * per_layer,
-        "drafter_launches": drafter.layers * per_layer,
+        "steps": steps,
         "shapes": [asdict(target), asdict(drafter)],
     }
 

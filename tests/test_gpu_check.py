@@ -5,12 +5,13 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
+import types
 from pathlib import Path
 
 import pytest
 import torch
 
-from hetspec.runtime import verify
+from hetspec.runtime import device_kernels, static_step, verify
 from hetspec.runtime.verify import Verdict
 
 SCRIPT = Path(__file__).parent.parent / "pipelines" / "gpu_check.py"
@@ -37,6 +38,7 @@ def test_it_is_right_in_small(pair):
     found = pair.exactness(tokens=12, draws=100)
     assert found["right"]
     assert set(found["greedy_same_tokens"].values()) == {12}
+    assert len(found["greedy_same_tokens"]) == 8
     assert found["freedom"] >= 3
 
 
@@ -48,6 +50,20 @@ def test_it_sees_a_wrong_verifier(pair, monkeypatch):
     assert not pair.exactness(tokens=4, draws=100)["right"]
 
 
+def test_it_sees_a_wrong_static_verdict(pair, monkeypatch):
+    monkeypatch.setattr(
+        static_step, "judge", lambda p, pi, places, count, *rest: (count, p[-1].argmax()[None])
+    )
+    assert not pair.exactness(tokens=4, draws=100)["right"]
+
+
+def test_the_kernels_are_compared(check, monkeypatch):
+    assert all(found["right"] for found in check.kernels("cpu", ((3000, 1000),)))
+    wrong = types.SimpleNamespace(**{**vars(device_kernels), "race": lambda *a: device_kernels.race(*a) + 1})
+    monkeypatch.setattr(static_step, "arithmetic", lambda device: wrong)
+    assert not any(found["right"] for found in check.kernels("cpu", ((3000, 1000),)))
+
+
 def test_the_times_and_the_cost_model_are_there(check, pair):
     found = pair.times(float("inf"))
     assert set(found["pass_ms"]) == {"1", "2", "4", "8"}
@@ -55,6 +71,10 @@ def test_the_times_and_the_cost_model_are_there(check, pair):
     model = check.cost_model(check.REAL[0], check.REAL[1], torch.bfloat16)
     assert 6e9 < model["target_bytes"] / 2 < 8e9
     assert 0.4e9 < model["drafter_bytes"] / 2 < 0.6e9
+    step = check.cost_model(check.REAL[0], check.REAL[1], torch.bfloat16, 1e12)["steps"]["3"]
+    assert step["bytes"] == model["target_bytes"] + 3 * model["drafter_bytes"]
+    assert step["bound_ms"] == pytest.approx(step["bytes"] / 1e9)
+    assert set(found["static_step_ms"]) == {"0", "1", "3", "5"}
     json.dumps(model)
 
 
