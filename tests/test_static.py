@@ -413,7 +413,7 @@ class NoLook(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("sampled", [{}, SAMPLED])
-@pytest.mark.parametrize("algorithm", ["none", "tli", "rdk"])
+@pytest.mark.parametrize("algorithm", ["none", "tli", "rdk", "slrs:lookahead"])
 def test_no_value_is_asked_for_inside_a_step(engine, monkeypatch, algorithm, sampled):
     body, calls = StaticStep._body, []
 
@@ -424,7 +424,9 @@ def test_no_value_is_asked_for_inside_a_step(engine, monkeypatch, algorithm, sam
 
     monkeypatch.setattr(StaticStep, "_body", guarded)
     engine._statics._pairs.clear()
-    engine.generate(PROMPTS[0], algorithm=algorithm, num_draft_tokens=3, max_new_tokens=6, **sampled)
+    name, _, form = algorithm.partition(":")
+    forms = {"slrs_form": form} if form else {}
+    engine.generate(PROMPTS[0], algorithm=name, num_draft_tokens=3, max_new_tokens=6, **forms, **sampled)
     assert calls
     engine._statics._pairs.clear()
 

@@ -1,14 +1,15 @@
 """A whole step on the device: draft, read with the target, judge; the host waits once, for what was committed.
 
-The same step as `hetspec.runtime.decode` with the algorithms none, tli and rdk, in fixed shapes: a draft that ends
-early is padded, and how much of it counts is a number on the device. Draws are exponential races with a generator of
-the request's own.
+The same step as `hetspec.runtime.decode` with the algorithms none, tli, rdk and slrs (its look-ahead, without healing),
+in fixed shapes: a draft that ends early is padded, and how much of it counts is a number on the device. Draws are
+exponential races with a generator of the request's own.
 
 Letters: `p` target, `q` drafter, `pi` proposal; V the target's rows, H the target ids a proposal can reach, k drafted.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import time
 import weakref
@@ -29,6 +30,7 @@ from hetspec.runtime.plan import LONGEST, FixedLength
 from hetspec.runtime.rng import TorchRng
 from hetspec.runtime.sides import Side
 from hetspec.runtime.static import SLACK, Captured, StaticModel, StaticRow
+from hetspec.runtime.static_ahead import FixedAhead, spellings
 from hetspec.runtime.tools import PairTools
 from hetspec.runtime.verify import Proposal, Rows, Verdict
 
@@ -60,6 +62,7 @@ class Reach:
         kept: ids of a pruned LM head, ascending, or None: q then holds only these.
         device: where q is.
         dtype: of q.
+        also: target ids that have a column although the kernel does not reach them.
     """
 
     def __init__(
@@ -68,6 +71,7 @@ class Reach:
         kept: np.ndarray | None,
         device: torch.device,
         dtype: torch.dtype,
+        also: np.ndarray | None = None,
     ) -> None:
         self.width = proposer.width
         mixed = isinstance(proposer, Redistribution)
@@ -80,7 +84,7 @@ class Reach:
                 parts.append((proposer.lam, proposer.kernel))
             cold = proposer.cold if proposer.theta > 0 else None
         entries = [_entries(kernel, kept) for _, kernel in parts]
-        reached = [columns for _, columns, _ in entries]
+        reached = [columns for _, columns, _ in entries] + ([] if also is None else [also])
         if cold is not None:
             reached.append(np.flatnonzero(cold.numpy() > 0))
         columns = np.unique(np.concatenate(reached))
@@ -128,6 +132,44 @@ def _by_columns(
         torch.from_numpy(rows[order].astype(np.int64)),
         torch.from_numpy(weights[order]).to(dtype),
     )
+
+
+class Draft:
+    """What a step needs to draft: a proposal law, and the drafter tokens that spell a candidate.
+
+    Args:
+        algorithm: tli, rdk or slrs.
+        tools: of the pair.
+        device: where the drafter is.
+        dtype: of q.
+    """
+
+    def __init__(
+        self, algorithm: KernelDraft, tools: PairTools, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        s, kernel = algorithm.settings, algorithm.kernel
+        assert isinstance(kernel, TargetKernel | Redistribution)
+        self.ahead = None if algorithm.look_ahead is None else FixedAhead(algorithm, tools.kept, device)
+        also = None if self.ahead is None else self.ahead.targets
+        self.reach = Reach(kernel, tools.kept, device, dtype, also)
+        columns = self.reach.columns.cpu().numpy()
+        t2d = tools.map.t2d.astype(np.int64)
+        self.tokens, self.counts = spellings(t2d, columns, s.target, s.drafter, s.drafter_segmenter)
+        self.device_tokens = torch.from_numpy(self.tokens).to(device)
+        self.device_counts = torch.from_numpy(self.counts).to(device)
+
+    @property
+    def width(self) -> int:
+        """Most drafter tokens of a candidate."""
+        return int(self.tokens.shape[1])
+
+    def positions(self, k: int) -> int:
+        """Most drafter positions that k candidates take, what is looked ahead on included."""
+        return k * self.width + (self.ahead is not None)
+
+    def reads(self, k: int) -> int:
+        """Drafter forwards for k candidates."""
+        return k * (1 if self.ahead is None else 2)
 
 
 # -- judging -------------------------------------------------------------------------------------------------
@@ -248,8 +290,7 @@ class StaticStep:
     Args:
         target: the target's buffers.
         drafter: the drafter's, on the same device; None with k = 0.
-        reach: the proposal; None with k = 0.
-        t2d: int64[V] on the device, the drafter's token for each target id, −1 where there is none.
+        draft: how to draft; None with k = 0.
         settings: what it is recorded for.
     """
 
@@ -257,11 +298,10 @@ class StaticStep:
         self,
         target: StaticModel,
         drafter: StaticModel | None,
-        reach: Reach | None,
-        t2d: Tensor | None,
+        draft: Draft | None,
         settings: StepSettings,
     ) -> None:
-        self.target, self.drafter, self.reach, self.t2d = target, drafter, reach, t2d
+        self.target, self.drafter, self.draft = target, drafter, draft
         self.settings = settings
         device, k = target.device, settings.k
         self._given = torch.zeros(CATCH_UP + 5, dtype=torch.int64)
@@ -272,7 +312,7 @@ class StaticStep:
         self._output = self._answer.to(device)
         self.noise: Noise | None = None
         if not settings.warping.greedy:
-            columns = 0 if reach is None else len(reach.columns)
+            columns = 0 if draft is None else len(draft.reach.columns)
             sizes = ((k, columns), (target.model.rows,), (k,))
             self.noise = Noise(*(torch.ones(size, dtype=torch.float64, device=device) for size in sizes))
         ends = torch.zeros(target.model.rows, dtype=torch.bool)
@@ -348,8 +388,8 @@ class StaticStep:
                 p = self._law(wide, s.warping)
                 assert self.noise is not None
                 if s.k:
-                    assert self.reach is not None
-                    accepted, token = judge(p, pi, places, proposed, self.reach, self.noise, s.method)
+                    assert self.draft is not None
+                    accepted, token = judge(p, pi, places, proposed, self.draft.reach, self.noise, s.method)
                 else:
                     token = arithmetic(p.device).race(p, self.noise.last)
                     accepted = torch.zeros_like(token)
@@ -363,31 +403,40 @@ class StaticStep:
         """k candidates; (ids [k], their columns [k], laws [k, H], how many count [1], drafter's logits finite [1])."""
         s, device = self.settings, self.target.device
         one = torch.ones(1, dtype=torch.int64, device=device)
-        if self.drafter is None or self.reach is None or self.t2d is None or not s.k:
+        if self.drafter is None or self.draft is None or not s.k:
             nothing = one[:0]
             return nothing, nothing, torch.zeros(0, 0, device=device), one * 0, one
-        drafter, reach = self.drafter, self.reach
+        drafter, draft, reach = self.drafter, self.draft, self.draft.reach
         going, proposed, finite = limit > 0, one * 0, one.bool()
         ids, places, rows = [], [], []
-        positions = start + torch.arange(CATCH_UP, device=device)
-        d = one
-        for j in range(s.k):
-            logits = (
-                drafter.read(d.clamp(min=0), start + count + (j - 1), 1)
-                if j
-                else drafter.read(pending, positions, count - 1)
-            )
+
+        def law(tokens: Tensor, at: Tensor, last: Tensor) -> Tensor:
+            """q after one of the tokens, which stand at `at` and on."""
+            nonlocal finite
+            logits = drafter.read(tokens, at + torch.arange(len(tokens), device=device), last)
             wide = logits if logits.dtype == torch.float64 else logits.float()
             finite = finite & (wide.amax().isfinite() | ~going)
-            pi = reach(self._law(wide, s.draft_warping)[0])
+            return self._law(wide, s.draft_warping)[0]
+
+        tokens, at = pending, start
+        for j in range(s.k):
+            q = law(tokens, at, count - 1)
+            at = at + count
+            if draft.ahead is None:
+                pi = reach(q)
+            else:
+                # What is looked ahead on is overwritten by the spelling of the candidate, often the same token.
+                following = functools.partial(law, at=at, last=one * 0)
+                pi = draft.ahead.law(q, following, reach, reach.column_of)
             total = pi.sum()
             pi = laws.truncate(pi / total.clamp(min=TINY), s.warping, head=len(pi))
             place = self._drawn(pi, j)
             t = reach.columns[place]
             going = going & (total > 0) & (j < limit)
             proposed = proposed + going
-            d = self.t2d[t]
-            going = going & (d >= 0) & ~self._ends[t]
+            tokens, count = draft.device_tokens[t].view(-1), draft.device_counts[t]
+            going = going & (count > 0) & ~self._ends[t]
+            count = count.clamp(min=1)
             ids.append(t)
             places.append(place)
             rows.append(pi)
@@ -456,7 +505,7 @@ class StaticPair:
     def __init__(self, target: StaticModel, drafter: StaticModel | None) -> None:
         self.target, self.drafter = target, drafter
         self.steps: dict[Any, StaticStep] = {}
-        self._reaches: dict[int, tuple[Any, Reach]] = {}
+        self._drafts: dict[tuple[int, bool], tuple[KernelDraft, Draft]] = {}
         self._user: weakref.ref[Decoder] | None = None
 
     @property
@@ -487,7 +536,7 @@ class StaticPair:
         """
         algorithm, plan, rng = options["algorithm"], options["plan"], options["rng"]
         whole = (
-            algorithm.name in ("none", "tli", "rdk")
+            (algorithm.name == "none" or isinstance(algorithm, KernelDraft))
             and not options["processing"].processors
             and not options["keep_scores"]
             and not options["keep_logits"]
@@ -501,30 +550,30 @@ class StaticPair:
                 raise InvalidInput(
                     f"num_draft_tokens is {plan.n}, a recorded step drafts at most {LONGEST}.", "Draft fewer."
                 )
-            reach = None
+            draft = None
             if tools is not None and isinstance(algorithm, KernelDraft):
-                reach = self._reach(algorithm.kernel, tools)
+                draft = self._draft(algorithm, tools)
             # A generator of its own on the device, seeded by one draw from the request's.
             seed = int(torch.randint(2**62, (), generator=rng.generator))
             decoder = StaticDecoder(
                 static=self,
-                reach=reach,
+                draft=draft,
                 draft_warping=draft_warping,
-                t2d=tools.map.t2d if tools is not None else np.empty(0, dtype=np.int64),
                 seed=seed,
                 **options,
             )
         self._user = weakref.ref(decoder)
         return decoder
 
-    def _reach(self, proposer: Any, tools: PairTools) -> Reach:
-        """The proposal on the device, made once; the proposer is kept beside it, so that its id stays its own."""
-        if id(proposer) not in self._reaches:
+    def _draft(self, algorithm: KernelDraft, tools: PairTools) -> Draft:
+        """Its tables on the device, made once; the algorithm is kept beside them, so that its kernel's id stays its."""
+        key = (id(algorithm.kernel), algorithm.look_ahead is not None)
+        if key not in self._drafts:
             assert self.drafter is not None
             model = self.drafter.model.model
             dtype = torch.float64 if model.dtype == torch.float64 else torch.float32
-            self._reaches[id(proposer)] = proposer, Reach(proposer, tools.kept, self.target.device, dtype)
-        return self._reaches[id(proposer)][1]
+            self._drafts[key] = algorithm, Draft(algorithm, tools, self.target.device, dtype)
+        return self._drafts[key][1]
 
 
 class StaticDecoder(Decoder):
@@ -532,9 +581,8 @@ class StaticDecoder(Decoder):
 
     Args:
         static: the buffers; the rows of the decoding must be made of them.
-        reach: the proposal; None to decode plainly.
+        draft: how to draft; None to decode plainly.
         draft_warping: the drafter's.
-        t2d: int64[V], the drafter's token for each target id, on the host.
         seed: of the draws.
         options: of `Decoder`.
     """
@@ -543,27 +591,23 @@ class StaticDecoder(Decoder):
         self,
         *,
         static: StaticPair,
-        reach: Reach | None,
+        draft: Draft | None,
         draft_warping: Warping,
-        t2d: np.ndarray,
         seed: int,
         **options: Any,
     ) -> None:
         super().__init__(**options)
         assert not self.processing.processors
-        self.static, self.reach = static, reach
-        self._draft_warping, self._t2d = draft_warping, t2d
-        device = static.target.device
-        self._t2d_there = torch.from_numpy(t2d.astype(np.int64)).to(device)
+        self.static, self.draft, self._draft_warping = static, draft, draft_warping
         self.generator = None
         if not self.warping.greedy:
-            self.generator = torch.Generator(device)
+            self.generator = torch.Generator(static.target.device)
             self.generator.manual_seed(seed)
 
     def _judged(self, room: int, drafted: bool) -> tuple[Proposal, Verdict, Rows, Tensor]:
         target = self.target
         assert isinstance(target, StaticRow)
-        wanted = self.plan.choose() if self.reach is not None else 0
+        wanted = self.plan.choose() if self.draft is not None else 0
         if not isinstance(self.plan, FixedLength):
             wanted = next(n for n in reversed(LENGTHS) if n <= wanted)
         pending = self._catch_up(wanted)
@@ -588,7 +632,9 @@ class StaticDecoder(Decoder):
 
     def _catch_up(self, k: int) -> list[int]:
         """Drafter ids that the step has to read before it drafts; [] if it cannot draft."""
-        if self.context is None or k < 1 or not self.context.can_read(k):
+        if self.context is None or self.draft is None or k < 1:
+            return []
+        if not self.context.can_read(self.draft.positions(k)):
             return []
         row, ids = self.context.row, self.context.ids
         assert isinstance(row, StaticRow)
@@ -600,33 +646,35 @@ class StaticDecoder(Decoder):
     def _follow(self, candidates: list[int], read: int, k: int) -> None:
         """Brings the drafter's context to where the step has left its buffers."""
         assert self.context is not None
+        assert self.draft is not None
         row = self.context.row
         assert isinstance(row, StaticRow)
         row.length += read
-        row.forwards += k
-        row.tokens_fed += read + k - 1
+        row.forwards += self.draft.reads(k)
+        row.tokens_fed += read + self.draft.width * (k - 1) + (k if self.draft.ahead is not None else 0)
         for t in candidates[: k - 1]:
-            d = int(self._t2d[t])
-            if d < 0 or t in self.eos_ids:
+            count = int(self.draft.counts[t])
+            if not count or t in self.eos_ids:
                 break
-            self.context.push(d)
-            row.length += 1
+            for d in self.draft.tokens[t, :count].tolist():
+                self.context.push(d)
+            row.length += count
 
     def _step(self, k: int, draft_length: int) -> StaticStep:
         """The step for this draft length and what the reads must see."""
         static = self.static
         static.target.see(self.target.length + k + 1)
         if static.drafter is not None and k:
-            static.drafter.see(draft_length + max(CATCH_UP, k))
+            assert self.draft is not None
+            static.drafter.see(draft_length + max(CATCH_UP, self.draft.positions(k)))
         visible = (static.target.visible, static.drafter.visible if static.drafter is not None and k else 0)
         settings = StepSettings(k, self.warping, self._draft_warping, self.method, self.eos_ids, visible)
-        key = (id(self.reach) if k else 0, settings)
+        key = (id(self.draft) if k else 0, settings)
         if key not in static.steps:
             static.steps[key] = StaticStep(
                 static.target,
                 static.drafter if k else None,
-                self.reach if k else None,
-                self._t2d_there,
+                self.draft if k else None,
                 settings,
             )
         return static.steps[key]
