@@ -80,13 +80,13 @@ def test_every_algorithm_prints_the_targets_own_ids(models):
         models.generate("--prompt", PROMPT, "--algorithm", "none", "--max-new-tokens", "24", "--json")
     )
     assert len(expected["ids"]) == 24 or expected["stats"]["stop_reason"] == "eos"
-    for algorithm in ("slem", "slrs", "rdk", "auto"):
+    for algorithm in ("slem", "slrs", "rdk", "auto", "tli --static", "slrs --static", "auto --static"):
         out = one_object(
             models.generate(
                 "--prompt",
                 PROMPT,
                 "--algorithm",
-                algorithm,
+                *algorithm.split(),
                 "--num-draft-tokens",
                 "3",
                 "--max-new-tokens",
@@ -188,6 +188,7 @@ def test_options_of_the_generation_config(models, tmp_path):
         (["--prompt", "x", "--device", "cuda:7"], 2, "not available"),
         (["--prompt", "x", "--algorithm", "slrs", "--slrs-form", "other"], 2, "unknown slrs_form"),
         (["--prompt", "x", "--chat"], 2, "chat template"),
+        (["--prompt", "x", "--static", "--num-draft-tokens", "17", "--algorithm", "tli"], 2, "at most 16"),
         (["--prompt-file", "/nowhere/at/all"], 1, "No such file"),
         ([], 2, "either --prompt or --prompt-file"),
     ],
