@@ -108,7 +108,7 @@ def generate(
         bool, typer.Option("--full-head", help="Do not use the pair's pruned head.")
     ] = False,
     draft_weights: DraftWeights = "auto",
-    target_weights: TargetWeights = "own",
+    target_weights: TargetWeights = "auto",
     static: Static = False,
     num_draft_tokens: Annotated[str, typer.Option(help="Draft length, or auto.")] = "auto",
     temperature: Annotated[

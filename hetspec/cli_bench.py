@@ -61,7 +61,7 @@ def bench(
         bool, typer.Option("--full-head", help="Do not use the pair's pruned head.")
     ] = False,
     draft_weights: DraftWeights = "auto",
-    target_weights: TargetWeights = "own",
+    target_weights: TargetWeights = "auto",
     seed: Annotated[int, typer.Option(help="Of the first prompt.")] = 0,
     clock: Annotated[
         str, typer.Option(help="wall, or cpu: processor time, for a machine that runs other programs, too.")

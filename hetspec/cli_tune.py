@@ -75,7 +75,14 @@ def calibrate(
     names = prompts or ["humaneval"]
     collections = [texts_of(name) for name in names]
     engine = load_engine(
-        old, target=target, drafter=drafter, with_drafter=not no_drafter, dtype=dtype, full_head=True, say=say
+        old,
+        target=target,
+        drafter=drafter,
+        with_drafter=not no_drafter,
+        dtype=dtype,
+        full_head=True,
+        target_weights="own",  # long reads, which no other layout is for
+        say=say,
     )
     from hetspec.prep.build import recalibrated
     from hetspec.prep.calibrate import CalibrationSettings, discard, save_laws, work_key

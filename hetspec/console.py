@@ -46,7 +46,9 @@ DraftWeights = Annotated[
 ]
 TargetWeights = Annotated[
     str,
-    typer.Option(help="own, packed (a second copy in a layout that a bfloat16 CPU reads faster), or auto."),
+    typer.Option(
+        help="own, packed (a second copy in a layout that a bfloat16 CPU reads faster), or auto: packed where it fits."
+    ),
 ]
 Static = Annotated[
     bool,
@@ -156,7 +158,7 @@ def load_engine(
     dtype: str = "bfloat16",
     full_head: bool = False,
     draft_weights: str = "auto",
-    target_weights: str = "own",
+    target_weights: str = "auto",
     static: bool = False,
     say: Callable[[str], None] = lambda _: None,
 ) -> Engine:
@@ -166,6 +168,7 @@ def load_engine(
     import torch
 
     from hetspec.runtime.generate import Engine
+    from hetspec.runtime.weights import lacks_room
     from hetspec.sources import hub_commit, load_model, load_tokenizer
 
     for name in (device, draft_device):
@@ -179,8 +182,11 @@ def load_engine(
     if with_drafter and artifact.head is not None and not full_head:
         say(f"the drafter's LM head is pruned to {len(artifact.head.kept):,} rows (--full-head: all)")
     kind = getattr(torch, dtype)
+    target_model = load_model(target, dtype=kind, device=device, revision=target_at)
+    if target_weights == "auto" and lacks_room(target_model):
+        say("there is no memory for a faster copy of the target's weights; it reads its own")
     return Engine(
-        load_model(target, dtype=kind, device=device, revision=target_at),
+        target_model,
         load_model(drafter, dtype=kind, device=draft_device, revision=drafter_at) if with_drafter else None,
         artifact,
         target_tokenizer=load_tokenizer(target, revision=target_at),

@@ -53,9 +53,7 @@ def run_demo(
     from hetspec.console import load_engine
 
     pair, stored = build(target, drafter, uri, say, out)
-    engine = load_engine(
-        pair, target=target, drafter=drafter, dtype="bfloat16", target_weights="auto", say=say
-    )
+    engine = load_engine(pair, target=target, drafter=drafter, dtype="bfloat16", say=say)
     results: dict[str, list[Run]] = {name: [] for name in (PLAIN, *ALGORITHMS)}
     for name in results:  # first calls compile and allocate
         run(engine, name, PROMPTS[0], num_draft_tokens, 8)

@@ -9,7 +9,7 @@ import pytest
 from hetspec.errors import InvalidInput
 from hetspec.prep.report import speed_plots
 from hetspec.prompts import QUESTIONS, prompts_of
-from hetspec.runtime.race import PLAIN, Entrant, Race, Runner, run_race, summary
+from hetspec.runtime.race import PLAIN, Entrant, Race, Runner, is_theirs, run_race, summary
 from tests.test_runtime import CODE, TinyPair
 
 NAMES = (PLAIN, "none", "slem:3", "tli:2:token", "slrs", "auto", "hf-slem:3", "hf-slem:default")
@@ -90,11 +90,11 @@ def test_an_interrupted_race_goes_on(engine, tmp_path, monkeypatch):
     assert len(ran) == 4 + 12  # runs of another setting do not count
 
 
-def test_screening_keeps_plain_decoding(engine):
-    results = run_race(engine, race(NAMES[:3]), screen=1.0)
+def test_screening_keeps_plain_decoding_and_the_fastest_of_either_kind(engine):
+    results = run_race(engine, race((PLAIN, "none", "slem:3", "hf-slem:3", "hf-slem:default")), screen=1.0)
     second = [r.contestant for r in results if r.collection == "code" and r.prompt == 1]
     assert PLAIN in second
-    assert len(second) <= 2
+    assert sorted(is_theirs(name) for name in second) == [False, True, True]
 
 
 def test_the_callers_models_stay_as_they_are(engine):

@@ -7,9 +7,18 @@ import pytest
 import torch
 
 from hetspec.errors import InvalidInput, UnsupportedModel
+from hetspec.runtime import weights as weights_module
 from hetspec.runtime.generate import Engine
 from hetspec.runtime.models import CachedModel
-from hetspec.runtime.weights import WIDE, Int4Linear, Int8Linear, PackedLinear, relaid_view
+from hetspec.runtime.weights import (
+    WIDE,
+    Int4Linear,
+    Int8Linear,
+    PackedLinear,
+    available_memory,
+    lacks_room,
+    relaid_view,
+)
 from tests.test_runtime import PROMPTS, TinyPair, plain
 from tests.toys import tiny_model
 
@@ -46,7 +55,7 @@ def test_a_kernel_is_its_twin(kind, shape, bias):
 def test_packed_weights_give_the_bits_of_the_plain_layer(shape, bias):
     torch.manual_seed(0)
     linear = torch.nn.Linear(shape[1], shape[0], bias=bias).bfloat16()
-    for n in (1, 2, 5, WIDE - 1):
+    for n in (1, 1, 1, 1, 2, 5, WIDE - 1):
         x = torch.randn(n, shape[1]).bfloat16()
         assert torch.equal(PackedLinear(linear)(x), linear(x))
 
@@ -111,6 +120,43 @@ def test_auto_packs_what_can_be_packed():
     wide, half = tiny_model("llama", 96, seed=3), tiny_model("llama", 96, seed=3).bfloat16()
     assert relaid_view(wide, "auto") is wide
     assert any(type(m) is PackedLinear for m in relaid_view(half, "auto").modules())
+
+
+def test_auto_leaves_a_model_alone_that_would_fill_the_memory(monkeypatch):
+    model = tiny_model("llama", 64, seed=1).bfloat16()
+    if relaid_view(model, "auto") is model:
+        pytest.skip("this processor packs nothing")
+    monkeypatch.setattr(
+        weights_module, "available_memory", lambda: 2.0 * sum(p.numel() for p in model.parameters())
+    )
+    assert lacks_room(model)
+    assert relaid_view(model, "auto") is model
+    assert relaid_view(model, "packed") is not model
+
+
+def test_available_memory_is_what_linux_says(monkeypatch, tmp_path):
+    assert available_memory() > 2**20
+    monkeypatch.setattr(weights_module, "Path", lambda name: tmp_path / "nowhere")
+    assert available_memory() == float("inf")
+
+
+@pytest.mark.parametrize("change", ["in place", "storage", "loaded"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_that_change_are_laid_out_again(kind, change):
+    linear = torch.nn.Linear(64, 48).bfloat16()
+    layer, x = kind(linear), torch.ones(1, 64).bfloat16()
+    before = layer(x)
+    with torch.no_grad():
+        if change == "in place":
+            linear.weight.mul_(2)
+        elif change == "storage":
+            linear.weight.data = linear.weight.data * 2
+        else:
+            linear.load_state_dict({"weight": linear.weight * 2, "bias": linear.bias})
+    with torch.inference_mode():
+        after = layer(x)
+    assert not torch.equal(before, after)
+    assert torch.equal(after, kind(linear)(x))
 
 
 @pytest.mark.parametrize("weights", ["packed", "int8", "int4"])

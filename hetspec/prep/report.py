@@ -360,13 +360,15 @@ def speed_plots(pair: PairArtifact, title: str, rows: Sequence[Mapping[str, Any]
         title: of both plots.
         rows: of one kind of prompts, from `race.summary`.
     """
+    from hetspec.runtime.race import is_theirs  # imports torch
+
     speed, (axes,) = _figure(pair)
     axes.set_title(f"Tokens per second over transformers' plain decoding: {title}", fontsize=12)
     places = np.arange(len(rows))[::-1]
     ratios = [row["ratio_to_plain"] for row in rows]
     middle = np.array([r["median"] for r in ratios])
     reach = [middle - [r["low"] for r in ratios], [r["high"] for r in ratios] - middle]
-    colours = [ORANGE if row["name"].startswith("hf-") else BLUE for row in rows]
+    colours = [ORANGE if is_theirs(row["name"]) else BLUE for row in rows]
     axes.barh(places, middle, color=colours, xerr=np.maximum(reach, 0), capsize=3, ecolor="black")
     axes.axvline(1, color="black", linewidth=0.8, linestyle="--")
     axes.set_yticks(places, [row["name"] for row in rows])

@@ -205,7 +205,7 @@ def run_race(
         engine: models and pair.
         race: what is run.
         screen: contestants slower than this share of the fastest on the first prompt of a collection are left out of
-            its others; 0 keeps all. Plain decoding always stays.
+            its others, transformers' own by the fastest of theirs; 0 keeps all. Plain decoding always stays.
         resume: a file of finished runs, read first and added to.
         progress: is told the runs done.
         say: is told every run.
@@ -242,9 +242,24 @@ def run_race(
                 say(f"{where} {contestant.name}: {result.tokens_per_second:.2f} tokens/s")
             if number == 0 and screen:
                 speed = {r.contestant: r.tokens_per_second for r in results if r.collection == collection}
-                floor = screen * max(speed.values())
-                running = [c for c in running if c.name == PLAIN or speed[c.name] >= floor]
+                fastest = {
+                    theirs: max(
+                        (v for name, v in speed.items() if is_theirs(name) == theirs and name != PLAIN),
+                        default=0.0,
+                    )
+                    for theirs in (True, False)
+                }
+                running = [
+                    c
+                    for c in running
+                    if c.name == PLAIN or speed[c.name] >= screen * fastest[is_theirs(c.name)]
+                ]
     return results
+
+
+def is_theirs(name: str) -> bool:
+    """Whether a contestant is transformers' own decoding."""
+    return name.startswith("hf-")
 
 
 def summary(race: Race, results: Sequence[Result]) -> list[dict[str, Any]]:

@@ -7,7 +7,9 @@ by the very law it was drawn from, so acceptance is all it can cost. A target ma
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,10 +24,13 @@ TARGET_WEIGHTS = ("own", "packed", "auto")
 WIDE = 17
 GROUP = 32  # int4 weights that share a scale
 INT4_ROWS = 16  # the int4 kernel takes multiples of this
+SHARE_OF_MEMORY = 0.6  # of the available memory, that a copy made unasked may take
 
 
 class Relaid(nn.Module):
     """A linear layer with another layout of its weights for short reads; long ones use the layer it was made from.
+
+    Weights that change (training goes on, another checkpoint is loaded into the model) are laid out again.
 
     Args:
         linear: bfloat16, on the CPU; not changed.
@@ -35,6 +40,12 @@ class Relaid(nn.Module):
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self._own = (linear,)  # in a tuple: not a child, its weights are not read in a step
+        self._lay(linear)
+        self._state = _state(linear.weight)
+
+    def _lay(self, linear: nn.Linear) -> None:
+        """Makes the copy of the weights."""
+        raise NotImplementedError
 
     @property
     def packed_bytes(self) -> int:
@@ -59,14 +70,16 @@ class Relaid(nn.Module):
         rows = x.reshape(-1, self.in_features)
         if len(rows) >= WIDE:
             return own(x)  # type: ignore[no-any-return]
+        if _state(own.weight) != self._state:
+            self._lay(own)
+            self._state = _state(own.weight)
         return self.multiply(rows).reshape(*x.shape[:-1], self.out_features)
 
 
 class PackedLinear(Relaid):
     """The same bfloat16 weights, in oneDNN's blocked order: a third more bytes per second."""
 
-    def __init__(self, linear: nn.Linear) -> None:
-        super().__init__(linear)
+    def _lay(self, linear: nn.Linear) -> None:
         self._packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), 1)
 
     @property
@@ -76,7 +89,10 @@ class PackedLinear(Relaid):
 
     def multiply(self, x: Tensor) -> Tensor:
         """[n, out] from [n, in]; sums in float32 and rounds once, the bias with it: the bits of the plain layer."""
-        bias = self._own[0].bias
+        own = self._own[0]
+        if len(x) == 1 and own.bias is not None:
+            return own(x)  # type: ignore[no-any-return]  # some processors sum a single biased row in an order of its own
+        bias = own.bias
         out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, bias, "none", [], "")
         return out
 
@@ -88,8 +104,7 @@ class PackedLinear(Relaid):
 class Int8Linear(Relaid):
     """Symmetric int8 weights, one scale per output row; activations stay as they are."""
 
-    def __init__(self, linear: nn.Linear) -> None:
-        super().__init__(linear)
+    def _lay(self, linear: nn.Linear) -> None:
         wide = linear.weight.detach().float()
         scale = (wide.abs().amax(dim=1) / 127).clamp(min=torch.finfo(torch.float32).tiny)
         self._weight = (wide / scale[:, None]).round().to(torch.int8)
@@ -112,8 +127,7 @@ class Int8Linear(Relaid):
 class Int4Linear(Relaid):
     """Int4 weights in groups of 32 inputs with a scale and a middle each; activations stay as they are."""
 
-    def __init__(self, linear: nn.Linear) -> None:
-        super().__init__(linear)
+    def _lay(self, linear: nn.Linear) -> None:
         steps, scale, middle = self.quantised(linear.weight)
         self._packed = torch._convert_weight_to_int4pack_for_cpu(steps.int().flatten(1) + 8, 2)
         self._groups = torch.cat([scale, middle], dim=2).transpose(0, 1).contiguous()
@@ -157,7 +171,8 @@ def relaid_view(model: Any, weights: str) -> Any:
 
     Args:
         model: a transformers causal language model in bfloat16 on the CPU.
-        weights: "packed", "int8", "int4"; "own" for the model as it is; "auto" is "packed" where that can be had.
+        weights: "packed", "int8", "int4"; "own" for the model as it is; "auto" is "packed" where that can be had and
+            the memory has room for a second copy.
 
     Raises:
         InvalidInput: not one of these.
@@ -165,7 +180,7 @@ def relaid_view(model: Any, weights: str) -> Any:
     """
     if weights not in WEIGHTS:
         raise InvalidInput(f"unknown weights {weights!r}.", f"Choose one of {', '.join(WEIGHTS)}.")
-    if weights == "own" or (weights == "auto" and not _can_pack(model)):
+    if weights == "own" or (weights == "auto" and (not _can_pack(model) or lacks_room(model))):
         return model
     name = type(model).__name__
     if model.dtype != torch.bfloat16 or model.device.type != "cpu":
@@ -204,6 +219,26 @@ def step_bytes(module: Any) -> int:
 def _can_pack(model: Any) -> bool:
     half = model.dtype == torch.bfloat16 and model.device.type == "cpu"
     return half and bool(torch.backends.mkldnn.enabled) and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def _state(weight: Tensor) -> tuple[int, int]:
+    """Changes when the weights do; tensors made in inference mode cannot be changed outside it and keep no count."""
+    return weight.data_ptr(), 0 if weight.is_inference() else weight._version
+
+
+def lacks_room(model: Any) -> bool:
+    """Whether "auto" does not pack what could be packed: the copy would take over SHARE_OF_MEMORY of what there is."""
+    wanted = sum(2 * m.weight.numel() for m in model.modules() if type(m) is nn.Linear)
+    return _can_pack(model) and wanted > SHARE_OF_MEMORY * available_memory()
+
+
+def available_memory() -> float:
+    """Bytes that can be had without swapping, as Linux counts them; infinity where nothing says."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+        return 1024.0 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration, ValueError, IndexError):
+        return math.inf
 
 
 def _converted(module: Any, made: Callable[[nn.Linear], nn.Module]) -> Any:
