@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-GREEDY = "none,slem:3,slem:5,slem:8,slrs:5,auto,hf-slem:3,hf-slem:5,hf-slem:8,hf-slem:default"
-SAMPLED = "none,tli:3,slrs:3,slrs:5,slrs:5:token,rdk:3,auto"
+GREEDY = "none,slem:3,slem:5,slem:8,slem:auto,slrs:5,auto,hf-slem:3,hf-slem:5,hf-slem:8,hf-slem:default"
+SAMPLED = "none,tli:3,slrs:3,slrs:5,slrs:5:token,slrs:auto,rdk:3,auto"
 
 
 @dataclass(frozen=True)
@@ -42,12 +42,12 @@ class Stage:
     texts: int = 0
 
 
-LEVERS = ("--draft-weights", "int4", "--target-weights", "packed")
+LEVERS = ("--draft-weights", "int4")
 STAGES = (
     Stage("greedy", GREEDY),
-    Stage("greedy-levers", "none,slem:3,slem:5,slem:8,slrs:5,auto,hf-slem:3,hf-slem:5", options=LEVERS),
+    Stage("greedy-levers", "none,slem:3,slem:5,slem:auto,auto,hf-slem:3,hf-slem:5,hf-slem:default", options=LEVERS),
     Stage("sampled", SAMPLED, options=("--temperature", "1")),
-    Stage("sampled-levers", "none,tli:3,slrs:3,slrs:5,auto", options=("--temperature", "1", *LEVERS)),
+    Stage("sampled-levers", "none,tli:3,slrs:3,slrs:5,slrs:auto,auto", options=("--temperature", "1", *LEVERS)),
     Stage("long", "slem:3,slem:5,auto,hf-slem:3", prompts="long", tokens=32, texts=1),
 )
 

@@ -69,6 +69,31 @@ def test_a_pair_that_cannot_win_costs_next_to_nothing(declared, acceptance):
     assert play(world, AutoLength(declared, measure=True), 500) > 0.97
 
 
+@pytest.mark.parametrize(("acceptance", "slope"), [(0.3, 0.15), (0.4, 0.3)])
+def test_short_texts_learn_from_the_ones_before(acceptance, slope):
+    """Twenty steps are too few to learn what longer passes cost; forty texts are enough."""
+    world = World([acceptance], 0.1, slope)
+    plan, carried, fresh = AutoLength(0.1, measure=True), [], []
+    for _ in range(50):
+        plan = plan.next_text()
+        carried.append(play(world, plan, 20))
+        fresh.append(play(world, AutoLength(0.1, measure=True), 20))
+    assert np.mean(carried[10:]) > 0.93 * world.best()
+    assert np.mean(carried[10:]) > 1.03 * np.mean(fresh)
+
+
+def test_another_text_begins_with_known_costs_and_little_else():
+    plan = AutoLength(0.1, measure=True)
+    play(World([0.9], 0.4, slope=0.2), plan, 100)
+    following = plan.next_text()
+    assert following.passes.slope_share == pytest.approx(plan.passes.slope_share)
+    assert sum(following.judged) < 0.5 * sum(plan.judged)
+    play(World([0.1], 0.4), following, 30)
+    assert (
+        plan.passes.slope_share != following.passes.slope_share
+    )  # a copy: streams do not disturb each other
+
+
 def test_it_drafts_again_when_the_text_becomes_easy():
     plan = AutoLength(0.4, measure=True)
     assert play(World([0.1], 0.4), plan, 300) > 0.95

@@ -190,9 +190,9 @@ class Engine:
             target, target_tokenizer, identity, "target", weights=target_weights, stepwise=not static
         )
         self._statics = _pool() if static else None
-        self._records: dict[
-            Any, dict[str, Record]
-        ] = {}  # what "auto" has seen, by the settings it saw it with
+        # What automatic choices have seen, by the settings they saw it with.
+        self._records: dict[Any, dict[str, Record]] = {}
+        self._lengths: dict[Any, AutoLength] = {}
         self.drafter = None
         if drafter is not None:
             assert pair is not None
@@ -441,7 +441,7 @@ class Engine:
             plan = chosen = self._auto(form, task, draft_warping, length, seeded=seeded)
         else:
             chosen = self._algorithm(name, form, task, draft_warping, drafting.prior, drafting.verify)
-            plan = self._plan(length, seeded=seeded)
+            plan = self._plan(length, (name, form, task.warping, draft_warping), seeded=seeded)
         drafter = None if chosen.name == "none" or self.drafter is None else self.drafter.model
         target, static = self.target.model, None
         draft_row: Row | None = None
@@ -565,7 +565,7 @@ class Engine:
         records: dict[str, Record] = {} if seeded else self._records.setdefault(key, {})
         return AutoChoice(
             [self._algorithm(name, form, task, draft_warping) for name in names],
-            [self._plan(num_draft_tokens, seeded=seeded) for _ in names],
+            [self._plan(num_draft_tokens, (name, *key), seeded=seeded) for name in names],
             cost=self._declared_cost,
             measure=not seeded,
             records=records,
@@ -579,7 +579,8 @@ class Engine:
         assert self.target.model is not None
         return self.drafter.model.weight_bytes / self.target.model.weight_bytes
 
-    def _plan(self, num_draft_tokens: int | str, *, seeded: bool) -> DraftLength:
+    def _plan(self, num_draft_tokens: int | str, key: tuple[Any, ...], *, seeded: bool) -> DraftLength:
+        """A draft length; unseeded automatic ones remember across prompts what was alike by `key`."""
         if isinstance(num_draft_tokens, int) and not isinstance(num_draft_tokens, bool):
             if num_draft_tokens < 0:
                 raise InvalidInput(f"num_draft_tokens is {num_draft_tokens}, expected 0 or more, or 'auto'.")
@@ -588,7 +589,12 @@ class Engine:
             raise InvalidInput(f"num_draft_tokens is {num_draft_tokens!r}, expected a number or 'auto'.")
         if self.drafter is None or self.drafter.model is None or self.target.model is None:
             return FixedLength(0)
-        return AutoLength(self._declared_cost, measure=not seeded)
+        if seeded:
+            return AutoLength(self._declared_cost, measure=False)
+        known = self._lengths.get(key)
+        plan = AutoLength(self._declared_cost, measure=True) if known is None else known.next_text()
+        self._lengths[key] = plan
+        return plan
 
     def _check_prompt(self, ids: list[int]) -> None:
         """Whether the target can read these ids and go on."""

@@ -5,6 +5,7 @@ The length is fixed before anything of the step is drawn, so it cannot bias the 
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,6 +15,8 @@ POSITION_COUNT = 8.0  # weight of the mean acceptance in that of each position
 FORGET = 0.95  # weight kept by the past at each step
 # Plain steps between two looks at whether drafting pays; doubled while it does not.
 FIRST_PROBE, LAST_PROBE = 16, 64
+NEW_TEXT = 0.3  # weight that acceptance in one text has in the next
+PRIOR_SLOPE = 0.02  # b before the target's times can tell: what each candidate adds to a pass
 PROBE_FORGET = 0.7  # the past counts less at a look: many steps lie between two
 
 
@@ -74,7 +77,7 @@ class AutoLength:
 
     Expected tokens of a step with draft length n are `1 + Σ_i Π_{j≤i} a_j`, its cost `n·f·c + v(n)` target steps
     (ALGORITHMS §8), with `v(n) = 1 + n·b` from a running regression of the target's times. Where no length beats plain
-    decoding it decodes plainly, and looks again after 16 steps, 32, then every 64
+    decoding it decodes plainly, and looks again after 16 steps, 32, then every 64.
 
     Args:
         cost: c, a drafter forward in target steps, as declared (ratio of the weights read).
@@ -91,6 +94,14 @@ class AutoLength:
         self.drafting = 0.0
         self.passes = _Line()
         self.plain_steps, self.patience = 0, FIRST_PROBE
+
+    def next_text(self) -> AutoLength:
+        """A plan for another text: the costs are known already, the acceptance is a guess."""
+        plan = AutoLength(self.cost, self.measure)
+        plan.accepted = [NEW_TEXT * x for x in self.accepted]
+        plan.judged = [NEW_TEXT * x for x in self.judged]
+        plan.proposed, plan.drafting, plan.passes = self.proposed, self.drafting, copy.copy(self.passes)
+        return plan
 
     def choose(self) -> int:
         """The best length for the present estimates."""
@@ -162,7 +173,7 @@ class _Line:
     def _slope(self) -> float:
         spread = self.count * self.nn - self.n**2
         if self.count < 4 or spread < self.count**2 / 4:  # all lengths nearly the same: nothing can be told
-            return 0.0
+            return PRIOR_SLOPE * self.t / (self.count + PRIOR_SLOPE * self.n) if self.count else 0.0
         return max(0.0, (self.count * self.nt - self.n * self.t) / spread)
 
     @property
@@ -176,4 +187,4 @@ class _Line:
     @property
     def slope_share(self) -> float:
         """The slope over the base."""
-        return self._slope / self.base if self.base > 0 else 0.0
+        return self._slope / self.base if self.base > 0 else PRIOR_SLOPE
