@@ -142,7 +142,9 @@ def generate(
     draft_prompt: Annotated[str | None, typer.Option(help="Another prompt for the drafter.")] = None,
     target: TargetModel = "",
     drafter: DrafterModel = "",
-    device: Annotated[str, typer.Option(help="The target's device.")] = "cpu",
+    device: Annotated[
+        str, typer.Option(help="The target's device: cpu, cuda:N, or auto (over all GPUs).")
+    ] = "cpu",
     draft_device: Annotated[str, typer.Option(help="The drafter's; default: the target's.")] = "",
     dtype: Dtype = "bfloat16",
     tracking_uri: Uri = "",
@@ -160,7 +162,7 @@ def generate(
         drafter=drafter,
         with_drafter=algorithm != "none",
         device=device,
-        draft_device=draft_device or device,
+        draft_device=draft_device,
         dtype=dtype,
         full_head=full_head,
         draft_weights=draft_weights,

@@ -154,7 +154,7 @@ def load_engine(
     drafter: str = "",
     with_drafter: bool = True,
     device: str = "cpu",
-    draft_device: str = "cpu",
+    draft_device: str = "",
     dtype: str = "bfloat16",
     full_head: bool = False,
     draft_weights: str = "auto",
@@ -171,8 +171,10 @@ def load_engine(
     from hetspec.runtime.weights import lacks_room
     from hetspec.sources import hub_commit, load_model, load_tokenizer
 
+    if not draft_device:  # small models lose time on several devices
+        draft_device = device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     for name in (device, draft_device):
-        if name != "cpu" and not (name.startswith("cuda") and torch.cuda.is_available()):
+        if name not in ("cpu", "auto") and not (name.startswith("cuda") and torch.cuda.is_available()):
             raise InvalidInput(f"device {name!r} is not available.", "Use --device cpu.")
     # A model named here is taken as it is; a recorded one at the recorded revision. Its tokenizer is checked anyway.
     target_at = None if target else hub_commit(artifact.target.revision)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import hashlib
+import importlib.util
 import re
 import sysconfig
 from collections.abc import Callable, Iterable
@@ -131,7 +132,7 @@ def load_model(
     Args:
         name: a packaged model, a local Hugging Face directory, a .gguf file or a hub id.
         dtype: of the weights.
-        device: where to put it.
+        device: where to put it; "auto" spreads it over all GPUs by accelerate's `device_map`.
         revision: branch, tag or commit of a hub id.
         local_files_only: do not touch the network.
 
@@ -149,6 +150,14 @@ def load_model(
     if isinstance(place, Path) and not is_gguf and not _has_weights(place):
         raise UnsupportedModel(f"{place} holds no model (no GGUF, or no config.json with weights beside it).")
     options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": False}
+    if device == "auto":
+        options["device_map"] = "auto"
+        if is_gguf or importlib.util.find_spec("accelerate") is None:
+            raise UnsupportedModel(
+                f"device auto spreads {name} by accelerate, which "
+                + ("takes no GGUF file." if is_gguf else "is not installed."),
+                "Name one device." if is_gguf else "pip install 'hetspec[gpu]', or name one device.",
+            )
     if isinstance(place, str):
         options |= _hub_options(name, revision, local_files_only)
 
@@ -166,7 +175,7 @@ def load_model(
         if options.get("local_files_only") and isinstance(error, OSError):
             raise _not_on_hub(name, _OFFLINE) from None
         raise UnsupportedModel(f"transformers cannot load {name}: {_one_line(error)}.") from None
-    loaded: PreTrainedModel = model.to(device).eval()
+    loaded: PreTrainedModel = (model if device == "auto" else model.to(device)).eval()
     return loaded
 
 

@@ -45,9 +45,15 @@ class Stage:
 LEVERS = ("--draft-weights", "int4")
 STAGES = (
     Stage("greedy", GREEDY),
-    Stage("greedy-levers", "none,slem:3,slem:5,slem:auto,auto,hf-slem:3,hf-slem:5,hf-slem:default", options=LEVERS),
+    Stage(
+        "greedy-levers",
+        "none,slem:3,slem:5,slem:auto,auto,hf-slem:3,hf-slem:5,hf-slem:default",
+        options=LEVERS,
+    ),
     Stage("sampled", SAMPLED, options=("--temperature", "1")),
-    Stage("sampled-levers", "none,tli:3,slrs:3,slrs:5,slrs:auto,auto", options=("--temperature", "1", *LEVERS)),
+    Stage(
+        "sampled-levers", "none,tli:3,slrs:3,slrs:5,slrs:auto,auto", options=("--temperature", "1", *LEVERS)
+    ),
     Stage("long", "slem:3,slem:5,auto,hf-slem:3", prompts="long", tokens=32, texts=1),
 )
 
