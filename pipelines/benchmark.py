@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 GREEDY = "none,slem:3,slem:5,slem:8,slem:auto,slrs:5,auto,hf-slem:3,hf-slem:5,hf-slem:8,hf-slem:default"
-SAMPLED = "none,tli:3,slrs:3,slrs:5,slrs:5:token,slrs:auto,rdk:3,auto"
+SAMPLED = "none,tli:3,slrs:3,slrs:5,slrs:5:token,slrs:auto,rdk:3,auto,hf-tli:3,hf-tli:5"
 
 
 @dataclass(frozen=True)

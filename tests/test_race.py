@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 
 import pytest
+import torch
 
 from hetspec.errors import InvalidInput
 from hetspec.prep.report import speed_plots
 from hetspec.prompts import QUESTIONS, prompts_of
+from hetspec.runtime import laws
+from hetspec.runtime.laws import Warping
 from hetspec.runtime.race import PLAIN, Entrant, Race, Runner, is_theirs, run_race, summary
 from tests.test_runtime import CODE, TinyPair
 
@@ -95,6 +99,32 @@ def test_screening_keeps_plain_decoding_and_the_fastest_of_either_kind(engine):
     second = [r.contestant for r in results if r.collection == "code" and r.prompt == 1]
     assert PLAIN in second
     assert sorted(is_theirs(name) for name in second) == [False, True, True]
+
+
+def first_tokens(engine, runs):
+    """χ² per degree of freedom of transformers' token-level sampling: the law of first tokens."""
+    setting = race((PLAIN, "hf-tli:2"), temperature=0.7)
+    runner = Runner(engine, setting)
+    prompt = setting.collections["code"][0]
+    ids = engine.decoder(prompt, algorithm="none", max_new_tokens=1).ids
+    p = laws.law(engine.target.model.new_row().forward(ids, 1)[0], Warping(0.7))
+    counts = torch.zeros_like(p)
+    for number in range(runs):
+        new, _, _ = runner.run(setting.contestants[1], prompt, number, tokens=3)
+        counts[new[0]] += 1
+    expected = runs * p
+    big = expected >= 5
+    seen = torch.cat([counts[big], counts[~big].sum()[None]])
+    wanted = torch.cat([expected[big], expected[~big].sum()[None]])
+    assert len(seen) > 3
+    return float(((seen - wanted) ** 2 / wanted).sum()) / (len(seen) - 1)
+
+
+def test_transformers_token_level_sampling_is_repaired(monkeypatch):
+    pair = TinyPair(std=0.15)
+    assert first_tokens(pair.engine(), 300) < 2
+    monkeypatch.setattr("hetspec.runtime.race.ordered_translation", contextlib.nullcontext)
+    assert first_tokens(pair.engine(), 300) > 20  # as it ships
 
 
 def test_the_callers_models_stay_as_they_are(engine):

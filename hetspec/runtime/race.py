@@ -6,12 +6,13 @@ only ratios to plain decoding *of the same prompt* are compared. Greedy texts ar
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import platform
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from hetspec.runtime.views import shallow_view
 
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 PLAIN = "hf-plain"  # the reference of every ratio
+ASSISTED = ("hf-slem", "hf-tli")
 WARM_UP_TOKENS = 8
 HF_LENGTHS = ("3", "5", "8", "default")
 
@@ -37,7 +39,8 @@ class Entrant:
 
     Attributes:
         name: as given.
-        kind: an algorithm of hetspec, "auto", "hf-plain" or "hf-slem" (transformers' string-level assisted generation).
+        kind: an algorithm of hetspec, "auto", "hf-plain", "hf-slem" (transformers' string-level assisted generation) or
+            "hf-tli" (its token-level sampling with its order defect repaired: as it ships it is not lossless).
         length: draft length, "auto", or "default" for transformers' own settings.
         verify: "block" or "token", for hetspec's; "" for the usual one.
     """
@@ -55,12 +58,12 @@ class Entrant:
             InvalidInput: not a contestant.
         """
         kind, *rest = name.split(":")
-        known = (*ALGORITHMS, "auto", PLAIN, "hf-slem")
+        known = (*ALGORITHMS, "auto", PLAIN, *ASSISTED)
         if kind not in known:
             raise InvalidInput(f"unknown contestant {name!r}.", f"Choose among {', '.join(known)}.")
         verify = rest.pop() if rest and rest[-1] in METHODS else ""
-        given = rest.pop(0) if rest else ("default" if kind == "hf-slem" else length)
-        words = ("auto",) if kind != "hf-slem" else ("default",)
+        given = rest.pop(0) if rest else ("default" if kind in ASSISTED else length)
+        words = ("auto",) if kind not in ASSISTED else ("default",)
         if rest or not (given.isdecimal() or given in words) or (kind.startswith("hf-") and verify):
             raise InvalidInput(
                 f"contestant {name!r} cannot be read.",
@@ -126,6 +129,7 @@ class Runner:
         self.model = shallow_view(engine.target.model.model)
         self.model.generation_config = type(engine.target.model.model.generation_config)()
         self.law = {**plain_law(race.temperature), "eos_token_id": []}
+        self._token_level: dict[str, Any] = {}
 
     def run(
         self, contestant: Entrant, prompt: Any, number: int, *, tokens: int = 0
@@ -168,26 +172,66 @@ class Runner:
                     "Use --temperature 0 with hf-slem.",
                 )
             options |= self._assistant(contestant.length)
-        with torch.random.fork_rng(devices=[]), torch.inference_mode():
+        if contestant.kind == "hf-tli":
+            if not self.race.temperature:
+                raise InvalidInput(
+                    "transformers' token-level assisted generation samples only.",
+                    "Use --temperature with hf-tli.",
+                )
+            options |= self._token_level_assistant(contestant.length)
+        with torch.random.fork_rng(devices=[]), torch.inference_mode(), ordered_translation():
             torch.manual_seed(seed)
             tokens_in = torch.tensor([ids], device=self.model.device)
             out = self.model.generate(tokens_in, attention_mask=torch.ones_like(tokens_in), **options)
         return [int(i) for i in out[0, len(ids) :]]
 
+    def _token_level_assistant(self, length: str) -> dict[str, Any]:
+        """Copies: transformers prunes the assistant's head in place, and remembers that by the tokenizers."""
+        if not self._token_level:
+            self._token_level = copy.deepcopy(self._assistant("default"))
+        self._set_length(self._token_level["assistant_model"], length)
+        return self._token_level
+
     def _assistant(self, length: str) -> dict[str, Any]:
         assert self.engine.drafter is not None
         assert self.engine.drafter.model is not None
         drafter = shallow_view(self.engine.drafter.model.model)
-        drafter.generation_config = copy.deepcopy(drafter.generation_config)
-        if length != "default":  # given to generate() these have no effect; on the assistant they do
-            drafter.generation_config.num_assistant_tokens = int(length)
-            drafter.generation_config.num_assistant_tokens_schedule = "constant"
-            drafter.generation_config.assistant_confidence_threshold = 0.0
+        self._set_length(drafter, length)
         return {
             "assistant_model": drafter,
             "tokenizer": self.engine.target.transformers_tokenizer,
             "assistant_tokenizer": self.engine.drafter.transformers_tokenizer,
         }
+
+    def _set_length(self, drafter: Any, length: str) -> None:
+        assert self.engine.drafter is not None
+        assert self.engine.drafter.model is not None
+        drafter.generation_config = copy.deepcopy(self.engine.drafter.model.model.generation_config)
+        if length != "default":  # given to generate() these have no effect; on the assistant they do
+            drafter.generation_config.num_assistant_tokens = int(length)
+            drafter.generation_config.num_assistant_tokens_schedule = "constant"
+            drafter.generation_config.assistant_confidence_threshold = 0.0
+
+
+@contextlib.contextmanager
+def ordered_translation() -> Iterator[None]:
+    """Lets transformers' token-level translation list the shared ids in one order everywhere.
+
+    It prunes the assistant's head in the order of a dictionary and scatters the logits in the order of ids (5.24).
+    """
+    from transformers.generation.candidate_generator import AssistantToTargetTranslator as Translator
+
+    original = Translator._get_assistant_to_target_input_ids
+
+    def ordered(self: Any) -> tuple[torch.Tensor, dict[int, int]]:
+        forward, back = original(self)
+        return forward, dict(sorted(back.items(), key=lambda pair: pair[1]))
+
+    Translator._get_assistant_to_target_input_ids = ordered
+    try:
+        yield
+    finally:
+        Translator._get_assistant_to_target_input_ids = original
 
 
 def run_race(
