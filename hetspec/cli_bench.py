@@ -28,7 +28,7 @@ from hetspec.console import (
 from hetspec.errors import InvalidInput
 
 DEFAULT = "none,slem:3,slem:5,tli:3,slrs:3,slrs:5,auto,hf-slem:3,hf-slem:5,hf-slem:8,hf-slem:default"
-DEFAULT_SAMPLED = "none,slem:3,tli:3,tli:5,slrs:3,slrs:5,auto"
+DEFAULT_SAMPLED = "none,slem:3,tli:3,tli:5,slrs:3,slrs:5,auto,hf-tli:3,hf-tli:5"
 
 
 @reporting
@@ -41,7 +41,8 @@ def bench(
         str,
         typer.Option(
             help="Contestants with commas: KIND[:LENGTH][:block|token], KIND one of none, slem, tli, rdk, slrs, auto, "
-            "hf-plain, hf-slem (transformers' assisted generation; LENGTH may be default). Default: a broad field."
+            "hf-plain, hf-slem (transformers' assisted generation, greedy; LENGTH may be default), hf-tli (its token-level "
+            "sampling, repaired: as shipped it is not lossless). Default: a broad field."
         ),
     ] = "",
     texts: Annotated[int, typer.Option(min=1, help="Prompts of each kind.")] = 6,
