@@ -41,8 +41,8 @@ def bench(
         str,
         typer.Option(
             help="Contestants with commas: KIND[:LENGTH][:block|token], KIND one of none, slem, tli, rdk, slrs, auto, "
-            "hf-plain, hf-slem (transformers' assisted generation, greedy; LENGTH may be default), hf-tli (its token-level "
-            "sampling, repaired: as shipped it is not lossless). Default: a broad field."
+            "hf-plain, hf-slem (transformers' assisted generation, greedy; LENGTH may be default), hf-tli (its "
+            "token-level sampling, repaired: as shipped it is not lossless). Default: a broad field."
         ),
     ] = "",
     texts: Annotated[int, typer.Option(min=1, help="Prompts of each kind.")] = 6,
