@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -86,12 +88,28 @@ def test_another_text_begins_with_known_costs_and_little_else():
     plan = AutoLength(0.1, measure=True)
     play(World([0.9], 0.4, slope=0.2), plan, 100)
     following = plan.next_text()
-    assert following.passes.slope_share == pytest.approx(plan.passes.slope_share)
+    assert following.passes(3) == plan.passes(3) > 1.1
     assert sum(following.judged) < 0.5 * sum(plan.judged)
     play(World([0.1], 0.4), following, 30)
-    assert (
-        plan.passes.slope_share != following.passes.slope_share
-    )  # a copy: streams do not disturb each other
+    assert plan.passes(3) != following.passes(3)  # a copy: streams do not disturb each other
+
+
+def test_lengths_that_a_processor_reads_faster_are_found():
+    """Two tokens at once take longer than one or four: seen with oneDNN on AMD's AVX-512."""
+    times = np.array([2.1, 2.3, 1.6, 1.5, 1.5, 1.6, 1.9, 2.2, *([2.5] * LONGEST)]) / 2.1
+
+    class Odd(World):
+        def step(self, n, first=False):
+            step = super().step(n, first)
+            spent = step.target_seconds * times[n]
+            return dataclasses.replace(step, target_seconds=spent, seconds=spent + step.drafter_seconds)
+
+        def rate(self, n):
+            return super().rate(n) * (1 + n * self.c) / (times[n] + n * self.c)
+
+    world = Odd([0.5], 0.1)
+    assert world.best() > 1.2 * world.rate(1)
+    assert play(world, AutoLength(0.1, measure=True), 600) > 0.93 * world.best()
 
 
 def test_it_drafts_again_when_the_text_becomes_easy():

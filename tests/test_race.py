@@ -34,6 +34,8 @@ def test_names():
     assert Entrant.parse("slrs", "auto") == Entrant("slrs", "slrs", "auto")
     assert Entrant.parse("tli:token", "4") == Entrant("tli:token", "tli", "4", "token")
     assert Entrant.parse("hf-slem", "4").length == "default"
+    assert Entrant.parse("auto", "4").length == "auto"
+    assert Entrant.parse("auto:3", "4").length == "3"
     for bad in ("magic", "slem:many", "slem:3:often", "hf-plain:token", "hf-slem:auto", "tli:3:4"):
         with pytest.raises(InvalidInput, match=r"contestant"):
             Entrant.parse(bad, "5")

@@ -16,7 +16,8 @@ FORGET = 0.95  # weight kept by the past at each step
 # Plain steps between two looks at whether drafting pays; doubled while it does not.
 FIRST_PROBE, LAST_PROBE = 16, 64
 NEW_TEXT = 0.3  # weight that acceptance in one text has in the next
-PRIOR_SLOPE = 0.02  # b before the target's times can tell: what each candidate adds to a pass
+PRIOR_SLOPE = 0.02  # what each candidate is taken to add to a pass before the target's times can tell
+TIME_COUNT = 1.0  # weight of the other lengths' times in that of each
 PROBE_FORGET = 0.7  # the past counts less at a look: many steps lie between two
 
 
@@ -76,8 +77,8 @@ class AutoLength:
     """Maximises predicted tokens per second from a running acceptance of each position and running costs.
 
     Expected tokens of a step with draft length n are `1 + Σ_i Π_{j≤i} a_j`, its cost `n·f·c + v(n)` target steps
-    (ALGORITHMS §8), with `v(n) = 1 + n·b` from a running regression of the target's times. Where no length beats plain
-    decoding it decodes plainly, and looks again after 16 steps, 32, then every 64.
+    (ALGORITHMS §8), with v(n) from running means of the target's times. Where no length beats plain decoding it decodes
+    plainly, and looks again after 16 steps, 32, then every 64.
 
     Args:
         cost: c, a drafter forward in target steps, as declared (ratio of the weights read).
@@ -92,7 +93,7 @@ class AutoLength:
         self.judged = [0.0] * LONGEST
         self.proposed = 0.0  # candidates, and what they took
         self.drafting = 0.0
-        self.passes = _Line()
+        self.passes = _PassTimes()
         self.plain_steps, self.patience = 0, FIRST_PROBE
 
     def next_text(self) -> AutoLength:
@@ -100,7 +101,7 @@ class AutoLength:
         plan = AutoLength(self.cost, self.measure)
         plan.accepted = [NEW_TEXT * x for x in self.accepted]
         plan.judged = [NEW_TEXT * x for x in self.judged]
-        plan.proposed, plan.drafting, plan.passes = self.proposed, self.drafting, copy.copy(self.passes)
+        plan.proposed, plan.drafting, plan.passes = self.proposed, self.drafting, copy.deepcopy(self.passes)
         return plan
 
     def choose(self) -> int:
@@ -118,13 +119,13 @@ class AutoLength:
         return 1
 
     def rate(self, n: int) -> float:
-        """Expected tokens per target step's time with draft length n."""
+        """Expected tokens per unit of time with draft length n."""
         tokens, kept = 1.0, 1.0
         mean = self._mean()
         for j in range(n):
             kept *= min((self.accepted[j] + POSITION_COUNT * mean) / (self.judged[j] + POSITION_COUNT), 0.99)
             tokens += kept
-        return tokens / (n * self._cost_per_candidate() + 1 + n * self.passes.slope_share)
+        return tokens / (n * self._cost_per_candidate() * self.passes(0) + self.passes(n))
 
     @property
     def _hopeless(self) -> bool:
@@ -136,9 +137,9 @@ class AutoLength:
 
     def _cost_per_candidate(self) -> float:
         """f·c: drafting time of one candidate in target passes."""
-        if self.proposed < 4 or self.passes.base <= 0:
+        if self.proposed < 4:
             return self.cost
-        return (self.drafting / self.proposed) / self.passes.base
+        return (self.drafting / self.proposed) / self.passes(0)
 
     def observe(self, step: Step) -> None:
         """Updates acceptance and costs; a first step, which reads the prompts, has no usable times."""
@@ -158,33 +159,29 @@ class AutoLength:
         self.passes.add(step.proposed, passing)
 
 
-class _Line:
-    """A running straight line `base + slope·n`, older points fading."""
+class _PassTimes:
+    """Running means of the target's times by draft length, older passes fading.
+
+    A processor may read four tokens faster than two: lengths are told apart, no line is drawn through them. One that
+    was not seen lately is taken to cost what the others did, a little more or less by its length, and so gets its turn.
+    """
 
     def __init__(self) -> None:
-        self.count = self.n = self.nn = self.t = self.nt = 0.0
+        self.count = [0.0] * (LONGEST + 1)
+        self.total = [0.0] * (LONGEST + 1)
 
     def add(self, n: int, t: float) -> None:
-        """One more point."""
-        for name, value in (("count", 1.0), ("n", n), ("nn", n * n), ("t", t), ("nt", n * t)):
-            setattr(self, name, getattr(self, name) * FORGET + value)
+        """One more pass, with n candidates."""
+        self.count = [FORGET * x for x in self.count]
+        self.total = [FORGET * x for x in self.total]
+        n = min(n, LONGEST)
+        self.count[n] += 1
+        self.total[n] += t
 
-    @property
-    def _slope(self) -> float:
-        spread = self.count * self.nn - self.n**2
-        if self.count < 4 or spread < self.count**2 / 4:  # all lengths nearly the same: nothing can be told
-            return PRIOR_SLOPE * self.t / (self.count + PRIOR_SLOPE * self.n) if self.count else 0.0
-        return max(0.0, (self.count * self.nt - self.n * self.t) / spread)
-
-    @property
-    def base(self) -> float:
-        """The value at n = 0."""
-        if not self.count:
-            return 0.0
-        mean = self.t / self.count
-        return max(mean - self._slope * self.n / self.count, mean / 4)
-
-    @property
-    def slope_share(self) -> float:
-        """The slope over the base."""
-        return self._slope / self.base if self.base > 0 else PRIOR_SLOPE
+    def __call__(self, n: int) -> float:
+        """The time of a pass with n candidates; around 1 before anything was seen."""
+        seen = sum(self.count)
+        if not seen:
+            return 1 + PRIOR_SLOPE * n
+        others = sum(t / (1 + PRIOR_SLOPE * m) for m, t in enumerate(self.total)) / seen
+        return (self.total[n] + TIME_COUNT * others * (1 + PRIOR_SLOPE * n)) / (self.count[n] + TIME_COUNT)

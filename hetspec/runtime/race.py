@@ -52,7 +52,7 @@ class Entrant:
 
     @classmethod
     def parse(cls, name: str, length: str) -> Entrant:
-        """Reads a name; `length` is used where it gives none.
+        """Reads a name; `length` is used where it gives none, but for auto, which then chooses that, too.
 
         Raises:
             InvalidInput: not a contestant.
@@ -62,7 +62,9 @@ class Entrant:
         if kind not in known:
             raise InvalidInput(f"unknown contestant {name!r}.", f"Choose among {', '.join(known)}.")
         verify = rest.pop() if rest and rest[-1] in METHODS else ""
-        given = rest.pop(0) if rest else ("default" if kind in ASSISTED else length)
+        given = (
+            rest.pop(0) if rest else ("default" if kind in ASSISTED else "auto" if kind == "auto" else length)
+        )
         words = ("auto",) if kind not in ASSISTED else ("default",)
         if rest or not (given.isdecimal() or given in words) or (kind.startswith("hf-") and verify):
             raise InvalidInput(
