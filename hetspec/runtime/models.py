@@ -6,11 +6,12 @@ returns logits for the last of them, and can be cut back. Knows nothing about vo
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -19,8 +20,9 @@ import torch
 from torch import Tensor
 
 from hetspec.errors import HetspecError, StaleArtifact, UnsupportedModel
+from hetspec.runtime.threads import ShortReads
 from hetspec.runtime.views import shallow_view
-from hetspec.runtime.weights import relaid_view, step_bytes
+from hetspec.runtime.weights import WIDE, relaid_view, step_bytes
 
 
 class Row(Protocol):
@@ -43,6 +45,7 @@ class Row(Protocol):
 # What cropped and fresh logits may differ by, as a share of their spread: rounding, several times over.
 PROBE_TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3}
 ROUNDING = 0.1  # of half precision
+LOOKED_AT = 16  # positions of the text that the number of threads is tried on
 _PROBED: weakref.WeakSet[Any] = weakref.WeakSet()  # models that have passed
 
 
@@ -98,6 +101,7 @@ class CachedModel:
 
             whole, self.reader = self.reader, stepwise_view(self.reader)
             self.stepwise = self.reader is not whole
+        self._short_reads = ShortReads()
         if model not in _PROBED:
             self._probe()
             _PROBED.add(model)
@@ -190,7 +194,9 @@ class CachedModel:
             [B, keep, V or h] in the model's dtype, on its device.
         """
         extra: dict[str, Any] = {"logits_to_keep": keep} if self.keeps_logits else {}
-        with torch.inference_mode():
+        short = self.device.type == "cpu" and tokens.numel() < WIDE and self.max_length >= LOOKED_AT
+        threads = self._short_reads(self._look()) if short else contextlib.nullcontext()
+        with torch.inference_mode(), threads:
             logits: Tensor = self.reader(
                 input_ids=tokens.to(self.device),
                 use_cache=True,
@@ -199,6 +205,18 @@ class CachedModel:
                 **extra,
             ).logits
         return logits[:, -keep:]
+
+    def _look(self) -> Callable[[], object]:
+        """A short read of a text of its own."""
+        row: list[ModelRow] = []
+
+        def look() -> None:
+            if not row or row[0].length > LOOKED_AT - 2:
+                row[:] = [ModelRow(self)]
+                row[0].forward([5 % self.rows, 11 % self.rows], keep=1)
+            row[0].forward([17 % self.rows], keep=1)
+
+        return look
 
     def all_rows(self, logits: Tensor) -> Tensor:
         """Logits of one sequence, [n, V], on the CPU where laws are computed; a pruned head's dropped rows are −inf."""
