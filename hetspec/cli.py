@@ -324,7 +324,7 @@ def demo(
         bool, typer.Option("--big", help="Qwen2.5-Coder-0.5B ← SmolLM2-135M (570 MB to fetch).")
     ] = False,
     num_draft_tokens: Annotated[int, typer.Option(min=1, help="Draft length.")] = 3,
-    max_new_tokens: Annotated[int, typer.Option(min=1)] = 48,
+    max_new_tokens: Annotated[int, typer.Option(min=1)] = 40,
     tracking_uri: Uri = "",
     as_json: Json = False,
 ) -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
 
+from hetspec.runtime import attention
 from hetspec.runtime.attention import MOST, NAME, stepwise_view
 from hetspec.runtime.models import CachedModel
 from tests.toys import tiny_model
@@ -89,3 +90,44 @@ def test_eager_attention_is_left_alone():
     model = tiny_model("llama", 96, seed=3).bfloat16()
     model.set_attn_implementation("eager")
     assert stepwise_view(model) is model
+
+
+class Splits(torch.nn.Module):
+    """A layer that rounds a row alone otherwise than among others, as oneDNN does with many inputs."""
+
+    def __init__(self, outputs=64):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(outputs, 64).bfloat16())
+
+    def forward(self, x):
+        product = x @ self.weight.T
+        if len(x) > 1:
+            product.view(torch.int16)[..., :1] ^= 1  # the last bit
+        return product
+
+
+def test_layers_that_depend_on_the_rows_beside_are_seen():
+    torch.manual_seed(0)
+    assert not attention.depends_on_rows(torch.nn.Linear(64, 64, bias=False).bfloat16(), 64, 64)
+    assert attention.depends_on_rows(Splits(), 64, 64)
+
+
+def test_such_layers_take_rows_one_by_one_if_all_are_small(monkeypatch):
+    model = tiny_model("llama", 96, seed=3).bfloat16()
+    down = model.model.layers[0].mlp.down_proj
+    shape = (down.in_features, down.out_features, False)
+    monkeypatch.setattr(attention, "depends_on_rows", lambda layer, *size: size == shape[:2])
+    assert attention.exceptions(model) == {shape}
+    view = attention.stepwise_view(model)
+    assert type(view.model.layers[0].mlp.down_proj) is attention.RowByRow
+    assert type(model.model.layers[0].mlp.down_proj) is torch.nn.Linear
+    calls = []
+    view.model.layers[0].mlp.down_proj.layer.register_forward_hook(lambda *call: calls.append(call))
+    ids = torch.arange(20)[None] % 96
+    for n, times in ((1, 1), (5, 5), (20, 1)):
+        calls.clear()
+        found = view(ids[:, :n]).logits
+        assert len(calls) == times
+        torch.testing.assert_close(found, model(ids[:, :n]).logits, rtol=0.02, atol=0.02)
+    monkeypatch.setattr(attention, "CACHED_BYTES", 16)
+    assert attention.exceptions(model) == set()

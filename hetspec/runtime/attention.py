@@ -1,11 +1,12 @@
-"""Attention of a verification pass, computed as plain decoding computes it: one position at a time.
+"""A verification pass computed as plain decoding computes it: attention, and where it must be layers, row by row.
 
 Reading n tokens at once and reading them one by one give the same law, but not the same bits: in half precision a sum
 over more keys, some of them masked, is rounded otherwise, and at a near-tie the greedy text takes another way.
-oneDNN's half precision products of a few rows do not depend on how many rows there are (but for layers with several
-thousand inputs, whose sums may differ in the last bit); attention is what does. With each position attending by itself,
-over its own keys, a pass gives bit for bit what single steps give, and costs no more: the mask and the copy of keys and
-values for every query head are left out.
+Attention is the first reason. With each position attending by itself, over its own keys, it gives bit for bit what
+single steps give, and costs no more: the mask and the copy of keys and values for every query head are left out.
+oneDNN's half precision products of a few rows mostly do not depend on how many rows there are. Layers with many inputs
+can be exceptions (over some 4,000 on Intel's AMX, 1,000 on AMD's AVX-512: a single row's sum is split there). Layers
+are tried, and where all exceptions are small enough to stay in the processor's cache they take rows one by one.
 
 Imports transformers, so it is imported where a model is read.
 """
@@ -16,15 +17,20 @@ import copy
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from hetspec.runtime.views import mapped_view
+from hetspec.runtime.weights import PackedLinear
 
 NAME = "hetspec_stepwise"
 MOST = 16  # positions; a longer pass is a prompt, which plain decoding reads at once, too
+CACHED_BYTES = 4 << 20  # of a layer's weights, that a second row reads from the processor's cache
+OUTPUTS = (
+    60_000  # looked at before a layer counts as no exception; one in ten thousand differs where it is one
+)
 
 
 def stepwise_attention(
@@ -61,6 +67,55 @@ AttentionInterface.register(NAME, stepwise_attention)
 AttentionMaskInterface.register(NAME, sdpa_mask)
 
 
+class RowByRow(nn.Module):
+    """A linear layer that takes the rows of a short read one by one."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., out] from [..., in]."""
+        rows = x.reshape(-1, x.shape[-1])
+        if not 1 < len(rows) <= MOST:
+            return self.layer(x)  # type: ignore[no-any-return]
+        return torch.cat([self.layer(row) for row in torch.split(rows, 1)]).reshape(*x.shape[:-1], -1)
+
+
+def depends_on_rows(layer: nn.Module, inputs: int, outputs: int) -> bool:
+    """Whether a half precision layer gives other bits for a row alone than among others; tried on random rows."""
+    count = max(4, -(-OUTPUTS // outputs))
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(count, inputs, generator=generator).to(_weight(layer).dtype)
+    with torch.inference_mode():
+        alone = torch.cat([layer(row) for row in torch.split(x, 1)])
+        return not torch.equal(alone, torch.cat([layer(rows) for rows in torch.split(x, 4)]))
+
+
+def _weight(layer: Any) -> Tensor:
+    own = layer.own if isinstance(layer, PackedLinear) else layer
+    weight: Tensor = own.weight
+    return weight
+
+
+def exceptions(model: Any) -> set[tuple[int, int, bool]]:
+    """Shapes (inputs, outputs, bias) of linear layers to be read row by row; none where that would not be enough."""
+    found: dict[tuple[int, int, bool], bool] = {}
+    for layer in model.modules():
+        if (shape := _shape(layer)) and shape not in found:
+            found[shape] = depends_on_rows(layer, *shape[:2])
+            if found[shape] and _weight(layer).numel() * _weight(layer).element_size() > CACHED_BYTES:
+                return set()
+    return {shape for shape, differs in found.items() if differs}
+
+
+def _shape(layer: Any) -> tuple[int, int, bool] | None:
+    if type(layer) not in (nn.Linear, PackedLinear):
+        return None
+    own = layer.own if isinstance(layer, PackedLinear) else layer
+    return own.in_features, own.out_features, own.bias is not None
+
+
 def stepwise_view(model: Any) -> Any:
     """A view of a model that reads with `stepwise_attention`, where that makes passes equal to single steps.
 
@@ -73,6 +128,7 @@ def stepwise_view(model: Any) -> Any:
     if not half or getattr(model.config.get_text_config(), "_attn_implementation", "") != "sdpa":
         return model
     configs: dict[int, Any] = {}
+    one_by_one = exceptions(model)
 
     def other(config: Any) -> Any:
         if id(config) not in configs:
@@ -83,5 +139,8 @@ def stepwise_view(model: Any) -> Any:
     def change(view: Any) -> None:
         if getattr(getattr(view, "config", None), "_attn_implementation", "") == "sdpa":
             view.config = other(view.config)
+        for name, child in view._modules.items():
+            if _shape(child) in one_by_one:
+                view._modules[name] = RowByRow(child)
 
     return mapped_view(model, change)

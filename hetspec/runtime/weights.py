@@ -43,6 +43,11 @@ class Relaid(nn.Module):
         self._lay(linear)
         self._state = _state(linear.weight)
 
+    @property
+    def own(self) -> nn.Linear:
+        """The layer it was made from."""
+        return self._own[0]
+
     def _lay(self, linear: nn.Linear) -> None:
         """Makes the copy of the weights."""
         raise NotImplementedError
