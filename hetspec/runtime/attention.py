@@ -116,19 +116,20 @@ def _shape(layer: Any) -> tuple[int, int, bool] | None:
     return own.in_features, own.out_features, own.bias is not None
 
 
-def stepwise_view(model: Any) -> Any:
+def stepwise_view(model: Any, *, prompts: bool = False) -> Any:
     """A view of a model that reads with `stepwise_attention`, where that makes passes equal to single steps.
 
     That is in half precision on the CPU, with transformers' "sdpa" attention; any other model is returned as it is.
 
     Args:
         model: a transformers causal language model; neither it nor its configurations are changed.
+        prompts: the view for reading prompts, which plain decoding reads at once: no layer takes rows one by one.
     """
     half = model.dtype in (torch.bfloat16, torch.float16) and model.device.type == "cpu"
     if not half or getattr(model.config.get_text_config(), "_attn_implementation", "") != "sdpa":
         return model
     configs: dict[int, Any] = {}
-    one_by_one = exceptions(model)
+    one_by_one = set() if prompts else exceptions(model)
 
     def other(config: Any) -> Any:
         if id(config) not in configs:

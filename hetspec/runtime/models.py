@@ -101,6 +101,7 @@ class CachedModel:
 
             whole, self.reader = self.reader, stepwise_view(self.reader)
             self.stepwise = self.reader is not whole
+            self._prompt_reader = stepwise_view(whole, prompts=True)
         self._short_reads = ShortReads()
         if model not in _PROBED:
             self._probe()
@@ -197,7 +198,8 @@ class CachedModel:
         short = self.device.type == "cpu" and tokens.numel() < WIDE and self.max_length >= LOOKED_AT
         threads = self._short_reads(self._look()) if short else contextlib.nullcontext()
         with torch.inference_mode(), threads:
-            logits: Tensor = self.reader(
+            reader = self._prompt_reader if self.stepwise and not cache.get_seq_length() else self.reader
+            logits: Tensor = reader(
                 input_ids=tokens.to(self.device),
                 use_cache=True,
                 **{self.cache_argument: cache},
