@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from accelerate import dispatch_model
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from hetspec.errors import UnsupportedModel
 from hetspec.runtime.generate import Engine
@@ -48,8 +48,7 @@ def test_a_target_in_two_places_writes_the_same(spread, algorithm):
 
 def test_a_target_in_two_places_is_not_recorded(spread):
     moved = spread[1]
-    names = {"target_tokenizer": moved.target_tokenizer, "drafter_tokenizer": moved.drafter_tokenizer}
-    engine = Engine(moved.target, moved.drafter, moved.pair, static=True, **names)
+    engine = moved.engine(static=True)
     with pytest.raises(UnsupportedModel, match="spread over 2 devices"):
         engine.generate("x", algorithm="tli", max_new_tokens=4)
 
@@ -58,8 +57,17 @@ def test_device_auto_is_accelerates(tmp_path, monkeypatch):
     tiny_model("llama", 300, seed=1).save_pretrained(tmp_path)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=trained_bpe(["a text"], 260), eos_token="<eos>")
     tokenizer.save_pretrained(tmp_path)
+    asked = []
+    honest = AutoModelForCausalLM.from_pretrained
+
+    def spy(*arguments, **options):
+        asked.append(options.get("device_map"))
+        return honest(*arguments, **options)
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", spy)
     model = load_model(str(tmp_path), dtype=torch.float32, device="auto")
-    assert hasattr(model, "hf_device_map") or model.device.type == "cpu"
+    assert asked == ["auto"]
+    assert all(not parameter.is_meta for parameter in model.parameters())
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UnsupportedModel, match="accelerate, which is not installed"):
         load_model(str(tmp_path), dtype=torch.float32, device="auto")

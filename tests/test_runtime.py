@@ -61,13 +61,14 @@ class TinyPair:
         self.pair = dataclasses.replace(self.pair, kernels={"cosegment": kernel})
         return self
 
-    def engine(self, drafter=None):
+    def engine(self, drafter=None, **options):
         return Engine(
             self.target,
             drafter if drafter is not None else self.drafter,
             self.pair,
             target_tokenizer=self.target_tokenizer,
             drafter_tokenizer=self.drafter_tokenizer,
+            **options,
         )
 
 

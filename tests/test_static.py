@@ -16,7 +16,8 @@ from hetspec.runtime.kernels import Redistribution, TargetKernel
 from hetspec.runtime.laws import Warping
 from hetspec.runtime.models import CachedModel, ModelRow
 from hetspec.runtime.static import CHUNK, StaticModel, StaticRow
-from hetspec.runtime.static_step import CATCH_UP, Noise, Reach, StaticDecoder, StaticStep, judge, judge_greedy
+from hetspec.runtime.static_decode import StaticDecoder
+from hetspec.runtime.static_step import CATCH_UP, Noise, Reach, StaticStep, judge, judge_greedy
 from hetspec.runtime.verify import Proposal
 from tests.test_runtime import TinyPair
 from tests.test_shipped_pair import PROMPTS, Shipped

@@ -10,8 +10,16 @@ from hetspec.runtime import laws, static_ahead, static_step
 from hetspec.runtime.algorithms import Ahead, KernelDraft
 from hetspec.runtime.generate import Engine
 from hetspec.runtime.laws import Warping
-from hetspec.runtime.static_ahead import NEGLIGIBLE, SPELLED, FixedAhead, LongestTokens, spellings
-from hetspec.runtime.static_step import Draft, StaticDecoder
+from hetspec.runtime.static_ahead import (
+    NEGLIGIBLE,
+    SPELLED,
+    FixedAhead,
+    LongestTokens,
+    looked_ahead_on,
+    spellings,
+)
+from hetspec.runtime.static_decode import StaticDecoder
+from hetspec.runtime.static_step import Draft
 from tests.test_runtime import TinyPair
 from tests.test_shipped_pair import Shipped
 
@@ -21,19 +29,7 @@ PROMPTS = ("def add(a, b):\n    return", "The river runs through", "x = [1, 2")
 
 @pytest.fixture(scope="module")
 def engine():
-    return made()
-
-
-def made(**options) -> Engine:
-    tiny = TinyPair(std=0.25, **options).with_kernel()
-    return Engine(
-        tiny.target,
-        tiny.drafter,
-        tiny.pair,
-        target_tokenizer=tiny.target_tokenizer,
-        drafter_tokenizer=tiny.drafter_tokenizer,
-        static=True,
-    )
+    return TinyPair(std=0.25).with_kernel().engine(static=True)
 
 
 def algorithm_of(engine: Engine, form: str = "lookahead") -> KernelDraft:
@@ -160,7 +156,8 @@ def test_a_pruned_head_looks_ahead_by_its_own_places(engine):
     rows = engine.drafter.model.rows
     algorithm = algorithm_of(engine)
     kept = np.sort(np.random.default_rng(0).choice(rows, rows // 2, replace=False))
-    whole, pruned = FixedAhead(algorithm, None, CPU), FixedAhead(algorithm, kept, CPU)
+    wanted = looked_ahead_on(algorithm)
+    whole, pruned = (FixedAhead(algorithm, wanted, some, CPU) for some in (None, kept))
     column_of = torch.arange(engine._tools.map.t2d.shape[0])
     for seed in range(30):
         generator = torch.Generator().manual_seed(seed)
@@ -182,6 +179,16 @@ def test_a_pruned_head_looks_ahead_by_its_own_places(engine):
             pruned.law(q, lambda d, after=after: after, spread, column_of),
             whole.law(full, lambda d, after=full_after: after, kernel, column_of),
         )
+
+
+def test_a_pair_without_anything_to_look_ahead_on_drafts_without(engine):
+    """A kernel that is sure of every token, or a target without longer ones."""
+    algorithm = algorithm_of(engine)
+    algorithm.look_ahead.threshold = 0.0
+    assert not looked_ahead_on(algorithm).any()
+    draft = Draft(algorithm, engine._tools, CPU, torch.float64)
+    assert draft.ahead is None
+    assert draft.reads(3) == 3
 
 
 def test_spellings(engine):

@@ -19,7 +19,6 @@ from tests.kernel_cases import case
 pytest.importorskip("triton", reason="the extra `gpu` is not installed: make test-triton")
 
 from hetspec.runtime import static_step, triton_kernels
-from hetspec.runtime.generate import Engine
 from tests.test_runtime import TinyPair
 
 SIZES = [
@@ -69,7 +68,7 @@ MUTANTS = {
     "the weight of the row is forgotten": ("tl.load(w + i) * law - proposed", "law - proposed"),
     "pi of the next row": ("tl.minimum(i, k - 1)", "tl.minimum(i + 1, k - 1)"),
     "what no proposal reaches is lost": ("mask=column < width, other=0)", "mask=column < width, other=2)"),
-    "the place within the block alone": ("(block * BLOCK + at)", "at"),
+    "the place within the block alone": ("(start + at)", "at"),
     "whatever is left, the whole law": ("| (left.sum() <= 0)", "| (left.sum() >= 0)"),
     "nothing left is a draw from nothing": ("| (left.sum() <= 0)", ""),
 }
@@ -95,14 +94,7 @@ def test_a_static_decoding_by_the_kernels_writes_the_same_text(verification, mon
 
     def texts(kernels) -> list[list[int]]:
         monkeypatch.setattr(static_step, "arithmetic", lambda device: kernels)
-        engine = Engine(
-            tiny.target,
-            tiny.drafter,
-            tiny.pair,
-            target_tokenizer=tiny.target_tokenizer,
-            drafter_tokenizer=tiny.drafter_tokenizer,
-            static=True,
-        )
+        engine = tiny.engine(static=True)
         sampled = {"do_sample": True, "temperature": 0.8, "verify": verification}
         return [
             engine.generate(

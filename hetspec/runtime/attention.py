@@ -5,8 +5,8 @@ over more keys, some of them masked, is rounded otherwise, and at a near-tie the
 Attention is the first reason. With each position attending by itself, over its own keys, it gives bit for bit what
 single steps give, and costs no more: the mask and the copy of keys and values for every query head are left out.
 oneDNN's half precision products of a few rows mostly do not depend on how many rows there are. Layers with many inputs
-can be exceptions (over some 4,000 on Intel's AMX, 1,000 on AMD's AVX-512: a single row's sum is split there). Layers
-are tried, and where all exceptions are small enough to stay in the processor's cache they take rows one by one.
+can be exceptions (seen from 4,000 on with one processor, from 1,000 on with an AMD EPYC). Layers are tried, and where
+all exceptions are small enough to stay in the processor's cache they take rows one by one.
 
 Imports transformers, so it is imported where a model is read.
 """
@@ -28,9 +28,7 @@ from hetspec.runtime.weights import PackedLinear
 NAME = "hetspec_stepwise"
 MOST = 16  # positions; a longer pass is a prompt, which plain decoding reads at once, too
 CACHED_BYTES = 4 << 20  # of a layer's weights, that a second row reads from the processor's cache
-OUTPUTS = (
-    60_000  # looked at before a layer counts as no exception; one in ten thousand differs where it is one
-)
+OUTPUTS = 60_000  # looked at before a layer counts as no exception; one in some thousands differs where it is
 
 
 def stepwise_attention(

@@ -52,7 +52,7 @@ from hetspec.runtime.verify import METHODS
 from hetspec.runtime.weights import TARGET_WEIGHTS
 
 if TYPE_CHECKING:
-    from hetspec.runtime.static_step import StaticPool
+    from hetspec.runtime.static_decode import StaticPool
 
 
 @dataclass(frozen=True)
@@ -151,8 +151,8 @@ class Engine:
         full_head: compute the drafter's whole LM head even if the pair has a pruned one.
         draft_weights: how a bfloat16 drafter on the CPU reads its weights: "own", "packed", "int8", "int4"; "auto" is
             "packed" where the processor allows it (`hetspec.runtime.weights`).
-        target_weights: "own", "packed", or "auto": packed where the processor allows it.
-        static: read in fixed shapes from buffers of a fixed size, which a GPU replays (`hetspec.runtime.static_step`).
+        target_weights: "own", "packed", or "auto": packed where the processor allows it and the memory has room.
+        static: read in fixed shapes, as a GPU can replay them (`hetspec.runtime.static_decode`).
 
     Raises:
         StaleArtifact: the pair was built for other tokenizers.
@@ -565,7 +565,10 @@ class Engine:
         records: dict[str, Record] = {} if seeded else self._records.setdefault(key, {})
         return AutoChoice(
             [self._algorithm(name, form, task, draft_warping) for name in names],
-            [self._plan(num_draft_tokens, (name, *key), seeded=seeded) for name in names],
+            [
+                self._plan(num_draft_tokens, (name, form, task.warping, draft_warping), seeded=seeded)
+                for name in names
+            ],
             cost=self._declared_cost,
             measure=not seeded,
             records=records,
@@ -661,7 +664,7 @@ class Engine:
 
 
 def _pool() -> StaticPool:
-    from hetspec.runtime.static_step import StaticPool  # imports transformers
+    from hetspec.runtime.static_decode import StaticPool  # imports transformers
 
     return StaticPool()
 
@@ -825,8 +828,8 @@ def generate(
         full_head: compute the drafter's whole LM head even if the pair has a pruned one.
         draft_weights: how a bfloat16 drafter on the CPU reads its weights: "own", "packed", "int8", "int4"; "auto" is
             "packed" where the processor allows it (`hetspec.runtime.weights`).
-        target_weights: "own", "packed", or "auto": packed where the processor allows it.
-        static: read in fixed shapes from buffers of a fixed size, which a GPU replays (`hetspec.runtime.static_step`).
+        target_weights: "own", "packed", or "auto": packed where the processor allows it and the memory has room.
+        static: read in fixed shapes, as a GPU can replay them (`hetspec.runtime.static_decode`).
         options: see `Engine.decoder`, plus `streamer`.
 
     Raises:

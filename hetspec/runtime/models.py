@@ -95,6 +95,7 @@ class CachedModel:
         self.kept = None if kept is None else torch.from_numpy(kept.astype(np.int64))
         self.reader = model if self.kept is None else with_pruned_head(model, self.kept)
         self.reader = relaid_view(self.reader, weights)
+        self._prompt_reader = self.reader
         self.stepwise = False
         if stepwise:
             from hetspec.runtime.attention import stepwise_view
@@ -173,9 +174,9 @@ class CachedModel:
     @property
     def weight_bytes(self) -> int:
         """Bytes of weights a forward of one token reads; what a step costs on a memory-bound machine."""
-        whole = step_bytes(self.reader)
+        whole = step_bytes(self._prompt_reader)
         embedding = self.model.get_input_embeddings().weight
-        tied = getattr(self.reader.get_output_embeddings(), "weight", None) is embedding
+        tied = getattr(self._prompt_reader.get_output_embeddings(), "weight", None) is embedding
         return int(whole if tied else whole - embedding.numel() * embedding.element_size())
 
     def new_row(self) -> ModelRow:
@@ -198,7 +199,7 @@ class CachedModel:
         short = self.device.type == "cpu" and tokens.numel() < WIDE and self.max_length >= LOOKED_AT
         threads = self._short_reads(self._look()) if short else contextlib.nullcontext()
         with torch.inference_mode(), threads:
-            reader = self._prompt_reader if self.stepwise and not cache.get_seq_length() else self.reader
+            reader = self.reader if cache.get_seq_length() else self._prompt_reader
             logits: Tensor = reader(
                 input_ids=tokens.to(self.device),
                 use_cache=True,

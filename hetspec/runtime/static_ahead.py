@@ -88,25 +88,35 @@ class LongestTokens:
         return tokens.gather(1, longest)[:, 0]
 
 
+def looked_ahead_on(algorithm: KernelDraft) -> np.ndarray:
+    """bool[V_d]: the drafter tokens that SLRS looks ahead on when they are the likeliest (`LookAhead.read`)."""
+    look, s = algorithm.look_ahead, algorithm.settings
+    if look is None:
+        return np.zeros(0, dtype=bool)
+    pieces = map(s.drafter.bytes_of, range(len(look.certainty)))
+    return np.array(
+        [
+            bool(piece) and image >= 0 and certainty < look.threshold and look.first.extends(piece)
+            for piece, image, certainty in zip(pieces, look.first.image, look.certainty, strict=True)
+        ]
+    )
+
+
 class FixedAhead:
     """The look-ahead of SLRS-4d on a device.
 
     Args:
         algorithm: the SLRS whose look-ahead this is.
+        wanted: `looked_ahead_on`, not empty.
         kept: ids of a pruned LM head, ascending, or None.
         device: where q is.
     """
 
-    def __init__(self, algorithm: KernelDraft, kept: np.ndarray | None, device: torch.device) -> None:
+    def __init__(
+        self, algorithm: KernelDraft, wanted: np.ndarray, kept: np.ndarray | None, device: torch.device
+    ) -> None:
         look, s = algorithm.look_ahead, algorithm.settings
         assert look is not None
-        pieces = map(s.drafter.bytes_of, range(len(look.certainty)))
-        wanted = np.array(
-            [
-                bool(piece) and image >= 0 and certainty < look.threshold and look.first.extends(piece)
-                for piece, image, certainty in zip(pieces, look.first.image, look.certainty, strict=True)
-            ]
-        )
         self.firsts = LongestTokens(s.target, s.drafter, wanted)
         self.targets = np.union1d(self.firsts.tokens, look.first.image[wanted])
         ids = np.arange(len(wanted)) if kept is None else kept

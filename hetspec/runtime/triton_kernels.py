@@ -47,8 +47,7 @@ def surplus_race(
     """A draw from `∝ max(0, w_i·p_i − π_i)`, or from `p_i`; see `device_kernels.surplus_race`."""
     (k, width), vocabulary = pi.shape, p.shape[1]
     blocks = triton.cdiv(vocabulary, BLOCK)
-    best = torch.empty(2, blocks, dtype=torch.float64, device=p.device)
-    where = torch.empty(2, blocks, dtype=torch.int64, device=p.device)
+    best, where = _partial_winners(2, blocks, p.device)
     left = torch.empty(blocks, dtype=p.dtype, device=p.device)
     _surplus_race[(blocks,)](
         p,
@@ -68,7 +67,7 @@ def surplus_race(
         blocks,
         BLOCK,
     )
-    winners = where.gather(1, best.argmax(dim=1, keepdim=True))[:, 0]
+    winners = _winners(best, where)
     whole = (row >= count) | (left.sum() <= 0)
     return torch.where(whole, winners[1], winners[0])
 
@@ -78,12 +77,24 @@ def race(weights: Tensor, noise: Tensor) -> Tensor:
     width = weights.shape[-1]
     flat, draws = weights.reshape(-1, width), noise.expand_as(weights).reshape(-1, width)
     blocks = triton.cdiv(width, BLOCK)
-    best = torch.empty(len(flat), blocks, dtype=torch.float64, device=weights.device)
-    where = torch.empty(len(flat), blocks, dtype=torch.int64, device=weights.device)
+    best, where = _partial_winners(len(flat), blocks, weights.device)
     _race[(len(flat), blocks)](
         flat, draws, best, where, width, flat.stride(0), draws.stride(0), blocks, BLOCK
     )
-    return where.gather(1, best.argmax(dim=1, keepdim=True)).view(weights.shape[:-1])
+    return _winners(best, where).view(weights.shape[:-1])
+
+
+def _partial_winners(rows: int, blocks: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Room for the best score of every block and where it stands, [rows, blocks] each."""
+    return (
+        torch.empty(rows, blocks, dtype=torch.float64, device=device),
+        torch.empty(rows, blocks, dtype=torch.int64, device=device),
+    )
+
+
+def _winners(best: Tensor, where: Tensor) -> Tensor:
+    """int64[rows]; the first of equal scores."""
+    return where.gather(1, best.argmax(dim=1, keepdim=True))[:, 0]
 
 
 @triton.jit
@@ -117,6 +128,14 @@ def _surplus_masses(
 
 
 @triton.jit
+def _leave_winner(weight, draws, inside, best, where, start):
+    """Stores the best weight/draw of a block and where it stands; `start` is the block's first element."""
+    score, at = tl.max(tl.where(inside, weight.to(tl.float64) / draws, -1.0), axis=0, return_indices=True)
+    tl.store(best, score)
+    tl.store(where, (start + at).to(tl.int64))
+
+
+@triton.jit
 def _surplus_race(
     p,
     pi,
@@ -146,12 +165,8 @@ def _surplus_race(
     rest = tl.maximum(tl.load(w + i) * law - proposed, 0)
     tl.store(left + block, tl.sum(rest, axis=0))
     draws = tl.load(noise + token, mask=inside, other=1)
-    score, at = tl.max(tl.where(inside, rest.to(tl.float64) / draws, -1.0), axis=0, return_indices=True)
-    tl.store(best + block, score)
-    tl.store(where + block, (block * BLOCK + at).to(tl.int64))
-    score, at = tl.max(tl.where(inside, law.to(tl.float64) / draws, -1.0), axis=0, return_indices=True)
-    tl.store(best + blocks + block, score)
-    tl.store(where + blocks + block, (block * BLOCK + at).to(tl.int64))
+    _leave_winner(rest, draws, inside, best + block, where + block, block * BLOCK)
+    _leave_winner(law, draws, inside, best + blocks + block, where + blocks + block, block * BLOCK)
 
 
 @triton.jit
@@ -161,6 +176,5 @@ def _race(weights, noise, best, where, width, stride, noise_stride, blocks, BLOC
     inside = place < width
     weight = tl.load(weights + row.to(tl.int64) * stride + place, mask=inside, other=0)
     draws = tl.load(noise + row.to(tl.int64) * noise_stride + place, mask=inside, other=1)
-    score, at = tl.max(tl.where(inside, weight.to(tl.float64) / draws, -1.0), axis=0, return_indices=True)
-    tl.store(best + row * blocks + block, score)
-    tl.store(where + row * blocks + block, (block * BLOCK + at).to(tl.int64))
+    at = row * blocks + block
+    _leave_winner(weight, draws, inside, best + at, where + at, block * BLOCK)

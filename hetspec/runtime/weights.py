@@ -62,7 +62,7 @@ class Relaid(nn.Module):
         raise NotImplementedError
 
     def _biased(self, product: Tensor) -> Tensor:
-        bias = self._own[0].bias
+        bias = self.own.bias
         return product if bias is None else product + bias
 
     def dequantised(self) -> Tensor:
@@ -71,7 +71,7 @@ class Relaid(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., out] from [..., in]."""
-        own = self._own[0]
+        own = self.own
         rows = x.reshape(-1, self.in_features)
         if len(rows) >= WIDE:
             return own(x)  # type: ignore[no-any-return]
@@ -94,16 +94,15 @@ class PackedLinear(Relaid):
 
     def multiply(self, x: Tensor) -> Tensor:
         """[n, out] from [n, in]; sums in float32 and rounds once, the bias with it: the bits of the plain layer."""
-        own = self._own[0]
-        if len(x) == 1 and own.bias is not None:
-            return own(x)  # type: ignore[no-any-return]  # some processors sum a single biased row in an order of its own
-        bias = own.bias
-        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, bias, "none", [], "")
+        if len(x) == 1 and self.own.bias is not None:  # which some processors sum in an order of its own
+            alone: Tensor = self.own(x)
+            return alone
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.own.bias, "none", [], "")
         return out
 
     def dequantised(self) -> Tensor:
         """The layer's own weights."""
-        return self._own[0].weight.detach().float()
+        return self.own.weight.detach().float()
 
 
 class Int8Linear(Relaid):
@@ -164,7 +163,7 @@ class Int4Linear(Relaid):
 
     def dequantised(self) -> Tensor:
         """float32[out, in]."""
-        steps, scale, middle = self.quantised(self._own[0].weight)
+        steps, scale, middle = self.quantised(self.own.weight)
         return (steps * scale.float() + middle.float()).flatten(1)
 
 
