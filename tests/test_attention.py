@@ -7,7 +7,7 @@ import torch
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
 
 from hetspec.runtime import attention
-from hetspec.runtime.attention import MOST, NAME, stepwise_view
+from hetspec.runtime.attention import MOST, STEPWISE, target_view
 from hetspec.runtime.models import CachedModel
 from tests.toys import tiny_model
 
@@ -49,7 +49,7 @@ def test_a_pass_gives_the_bits_of_single_steps(make):
         together, steps = pass_and_steps(CachedModel(model))
         usual += int((together != steps).sum())
         for weights in ("own", "packed"):
-            together, steps = pass_and_steps(CachedModel(model, stepwise=True, weights=weights))
+            together, steps = pass_and_steps(CachedModel(model, role="target", weights=weights))
             assert torch.equal(together, steps)
     assert usual  # what there is to mend
 
@@ -58,11 +58,11 @@ def test_a_pass_gives_the_bits_of_single_steps(make):
 def test_in_float32_it_computes_what_the_usual_attention_computes(kind, monkeypatch):
     model = tiny_model(kind, 96, seed=3)
     expected, _ = pass_and_steps(CachedModel(model))
-    assert stepwise_view(model) is model  # float32 products of several rows differ from single ones anyway
+    assert target_view(model) is model  # float32 products of several rows differ from single ones anyway
     monkeypatch.setattr(type(model), "dtype", torch.bfloat16)
-    view = stepwise_view(model)
+    view = target_view(model)
     monkeypatch.undo()
-    assert view.config._attn_implementation == NAME
+    assert view.config._attn_implementation == STEPWISE
     found = CachedModel(model)
     found.reader = view
     assert torch.allclose(pass_and_steps(found)[0], expected, atol=1e-5)
@@ -70,7 +70,7 @@ def test_in_float32_it_computes_what_the_usual_attention_computes(kind, monkeypa
 
 def test_the_model_and_its_configuration_stay_as_they_are():
     model = tiny_model("llama", 96, seed=3).bfloat16()
-    view = stepwise_view(model)
+    view = target_view(model)
     assert model.config._attn_implementation == "sdpa"
     assert view.config is not model.config
     assert all(m.config is model.config for m in model.modules() if hasattr(m, "config"))
@@ -79,7 +79,7 @@ def test_the_model_and_its_configuration_stay_as_they_are():
 
 def test_long_passes_are_prompts():
     model = tiny_model("llama", 96, seed=3).bfloat16()
-    usual, ours = CachedModel(model).new_row(), CachedModel(model, stepwise=True).new_row()
+    usual, ours = CachedModel(model).new_row(), CachedModel(model, role="target").new_row()
     for row in (usual, ours):
         row.forward(TEXT, 1)
     new = TEXT[: MOST + 1]
@@ -89,7 +89,7 @@ def test_long_passes_are_prompts():
 def test_eager_attention_is_left_alone():
     model = tiny_model("llama", 96, seed=3).bfloat16()
     model.set_attn_implementation("eager")
-    assert stepwise_view(model) is model
+    assert target_view(model) is model
 
 
 class Rounds(torch.nn.Module):
@@ -120,7 +120,7 @@ def test_such_layers_take_rows_one_by_one_if_all_are_small(monkeypatch):
     shape = (down.in_features, down.out_features, False)
     monkeypatch.setattr(attention, "depends_on_rows", lambda layer, *size: size == shape[:2])
     assert attention.exceptions(model) == {shape}
-    view = attention.stepwise_view(model)
+    view = attention.target_view(model)
     assert type(view.model.layers[0].mlp.down_proj) is attention.RowByRow
     assert type(model.model.layers[0].mlp.down_proj) is torch.nn.Linear
     calls = []
@@ -132,4 +132,21 @@ def test_such_layers_take_rows_one_by_one_if_all_are_small(monkeypatch):
         assert len(calls) == times
         torch.testing.assert_close(found, model(ids[:, :n]).logits, rtol=0.02, atol=0.02)
     monkeypatch.setattr(attention, "CACHED_BYTES", 16)
-    assert attention.exceptions(model) == set()
+    assert attention.exceptions(model) is None
+
+
+@pytest.mark.parametrize("make", [llama, windowed])
+def test_where_bits_cannot_be_had_passes_are_grouped_and_steps_stay(make, monkeypatch):
+    torch.manual_seed(0)
+    model = make().bfloat16().eval()
+    _, plain_steps = pass_and_steps(CachedModel(model))
+    monkeypatch.setattr(attention, "exceptions", lambda model: None)
+    ours = CachedModel(model, role="target")
+    calls = []
+    honest = attention.grouped
+    monkeypatch.setattr(attention, "grouped", lambda *a: calls.append(a[0].shape[2]) or honest(*a))
+    together, steps = pass_and_steps(ours)
+    assert torch.equal(steps, plain_steps)
+    assert set(calls) == {len(NEW)}
+    spread = float((steps.max() - steps.min()).float())
+    assert (together - steps).abs().max() < 0.05 * spread

@@ -14,10 +14,13 @@ Imports transformers, so it is imported where a model is read.
 from __future__ import annotations
 
 import copy
+import functools
+from collections.abc import Collection
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -25,7 +28,7 @@ from transformers.masking_utils import sdpa_mask
 from hetspec.runtime.views import mapped_view
 from hetspec.runtime.weights import PackedLinear
 
-NAME = "hetspec_stepwise"
+STEPWISE, GROUPED, GROUPED_PASSES = "hetspec_stepwise", "hetspec_grouped", "hetspec_grouped_passes"
 MOST = 16  # positions; a longer pass is a prompt, which plain decoding reads at once, too
 CACHED_BYTES = 4 << 20  # of a layer's weights, that a second row reads from the processor's cache
 OUTPUTS = 60_000  # looked at before a layer counts as no exception; one in some thousands differs where it is
@@ -61,8 +64,62 @@ def stepwise_attention(
     return torch.cat(outs, dim=1), None
 
 
-AttentionInterface.register(NAME, stepwise_attention)
-AttentionMaskInterface.register(NAME, sdpa_mask)
+def grouped(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
+    """Scaled dot-product attention of the last positions of a text; heads that share keys are read together.
+
+    Args:
+        query: [B, heads, n, size].
+        key, value: [B, key heads, m, size]; the n positions are the last of the m.
+        mask: bool or added to the scores, [B or 1, 1 or heads, n, m], or None where causality is all.
+        scale: of the scores; None for 1/√size.
+
+    Returns:
+        [B, n, heads, size].
+    """
+    batch, heads, n, size = query.shape
+    key_heads, m = key.shape[1:3]
+    group = heads // key_heads
+    if mask is None and n > 1:
+        mask = torch.ones(n, m, dtype=torch.bool, device=query.device).tril(m - n)[None, None]
+    if mask is not None:
+        alike = mask.shape[1] == 1  # over heads
+        by_head = mask[:, :, None].expand(-1, 1, group, n, m) if alike else mask
+        mask = by_head.reshape(mask.shape[0], 1 if alike else key_heads, group * n, m)
+    rows = query.reshape(batch, key_heads, group * n, size)
+    out = scaled_dot_product_attention(rows, key, value, attn_mask=mask, scale=scale)
+    return out.view(batch, heads, n, size).transpose(1, 2)
+
+
+def grouped_attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    least: int = 1,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """`grouped` for short reads, as transformers calls an attention function.
+
+    Args:
+        module: the attention layer.
+        query, key, value, attention_mask, options: as in `stepwise_attention`.
+        scaling: of the scores.
+        least: positions; for fewer it is transformers' own function, whose bits plain decoding has.
+    """
+    n = query.shape[2]
+    if not least <= n <= MOST or n == key.shape[2]:
+        options["scaling"] = scaling
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)[0], None
+    return grouped(query, key, value, attention_mask, scaling), None
+
+
+AttentionInterface.register(STEPWISE, stepwise_attention)
+AttentionInterface.register(GROUPED, grouped_attention)
+AttentionInterface.register(GROUPED_PASSES, functools.partial(grouped_attention, least=2))
+for name in (STEPWISE, GROUPED, GROUPED_PASSES):
+    AttentionMaskInterface.register(name, sdpa_mask)
 
 
 class RowByRow(nn.Module):
@@ -91,48 +148,65 @@ def depends_on_rows(layer: nn.Module, inputs: int, outputs: int) -> bool:
 
 
 def _weight(layer: Any) -> Tensor:
-    own = layer.own if isinstance(layer, PackedLinear) else layer
+    own = layer.own[0] if isinstance(layer, PackedLinear) else layer
     weight: Tensor = own.weight
     return weight
 
 
-def exceptions(model: Any) -> set[tuple[int, int, bool]]:
-    """Shapes (inputs, outputs, bias) of linear layers to be read row by row; none where that would not be enough."""
+def exceptions(model: Any) -> set[tuple[int, int, bool]] | None:
+    """Shapes (inputs, outputs, bias) of linear layers to be read row by row; None where that would cost too much."""
     found: dict[tuple[int, int, bool], bool] = {}
     for layer in model.modules():
         if (shape := _shape(layer)) and shape not in found:
             found[shape] = depends_on_rows(layer, *shape[:2])
             if found[shape] and _weight(layer).numel() * _weight(layer).element_size() > CACHED_BYTES:
-                return set()
+                return None
     return {shape for shape, differs in found.items() if differs}
 
 
 def _shape(layer: Any) -> tuple[int, int, bool] | None:
     if type(layer) not in (nn.Linear, PackedLinear):
         return None
-    own = layer.own if isinstance(layer, PackedLinear) else layer
-    return own.in_features, own.out_features, own.bias is not None
+    return layer.in_features, layer.out_features, layer.bias is not None
 
 
-def stepwise_view(model: Any, *, prompts: bool = False) -> Any:
-    """A view of a model that reads with `stepwise_attention`, where that makes passes equal to single steps.
+def is_plain(model: Any) -> bool:
+    """Whether it is in half precision on the CPU with transformers' "sdpa" attention: what has views here."""
+    half = model.dtype in (torch.bfloat16, torch.float16) and model.device.type == "cpu"
+    return half and getattr(model.config.get_text_config(), "_attn_implementation", "") == "sdpa"
 
-    That is in half precision on the CPU, with transformers' "sdpa" attention; any other model is returned as it is.
+
+def target_view(model: Any) -> Any:
+    """A view of a target whose passes over several tokens give the bits of single steps, or are at least fast.
 
     Args:
-        model: a transformers causal language model; neither it nor its configurations are changed.
-        prompts: the view for reading prompts, which plain decoding reads at once: no layer takes rows one by one.
+        model: a transformers causal language model; neither it nor its configurations are changed. Any that is not
+            `is_plain` is returned as it is.
     """
-    half = model.dtype in (torch.bfloat16, torch.float16) and model.device.type == "cpu"
-    if not half or getattr(model.config.get_text_config(), "_attn_implementation", "") != "sdpa":
+    if not is_plain(model):
         return model
+    one_by_one = exceptions(model)
+    return _view(model, GROUPED_PASSES) if one_by_one is None else _view(model, STEPWISE, one_by_one)
+
+
+def prompt_view(model: Any) -> Any:
+    """A view of a target for its prompts, which plain decoding reads at once: no layer takes rows one by one."""
+    return _view(model, STEPWISE) if is_plain(model) else model
+
+
+def drafter_view(model: Any) -> Any:
+    """A view of a drafter whose short reads are fast; of any that is not `is_plain`, the model as it is."""
+    return _view(model, GROUPED) if is_plain(model) else model
+
+
+def _view(model: Any, attention: str, one_by_one: Collection[tuple[int, int, bool]] = ()) -> Any:
+    """A view of a model with other attention, and layers of some shapes row by row."""
     configs: dict[int, Any] = {}
-    one_by_one = set() if prompts else exceptions(model)
 
     def other(config: Any) -> Any:
         if id(config) not in configs:
             configs[id(config)] = made = copy.copy(config)
-            made._attn_implementation_internal = NAME
+            made._attn_implementation_internal = attention
         return configs[id(config)]
 
     def change(view: Any) -> None:

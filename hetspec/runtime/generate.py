@@ -187,7 +187,7 @@ class Engine:
             )
         identity = pair.target if pair else None
         self.target = make_side(
-            target, target_tokenizer, identity, "target", weights=target_weights, stepwise=not static
+            target, target_tokenizer, identity, "target", weights=target_weights, static=static
         )
         self._statics = _pool() if static else None
         # What automatic choices have seen, by the settings they saw it with.
@@ -197,7 +197,15 @@ class Engine:
         if drafter is not None:
             assert pair is not None
             head = None if full_head or pair.head is None else pair.head.kept
-            self.drafter = make_side(drafter, drafter_tokenizer, pair.drafter, "drafter", head, draft_weights)
+            self.drafter = make_side(
+                drafter,
+                drafter_tokenizer,
+                pair.drafter,
+                "drafter",
+                kept=head,
+                weights=draft_weights,
+                static=static,
+            )
         self.check()
 
     def check(self) -> None:
@@ -464,7 +472,7 @@ class Engine:
             "max_new_tokens": task.max_new_tokens,
             "method": _method(drafting.verify, task.processing),
             "processing": task.processing,
-            "prompt_alone": target.stepwise,
+            "prompt_alone": target.prompt_alone,
             "keep_scores": task.keep_scores,
             "keep_logits": task.keep_logits,
         }

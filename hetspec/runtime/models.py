@@ -13,7 +13,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -46,6 +46,7 @@ class Row(Protocol):
 PROBE_TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3}
 ROUNDING = 0.1  # of half precision
 LOOKED_AT = 16  # positions of the text that the number of threads is tried on
+Role = Literal["target", "drafter"]
 _PROBED: weakref.WeakSet[Any] = weakref.WeakSet()  # models that have passed
 
 
@@ -56,14 +57,16 @@ class CachedModel:
         model: a decoder-only model; neither it nor its configuration is changed.
         kept: int[h], rows of the LM head to compute; all others have no probability. None for all.
         weights: the layout of the weights it reads (`weights.relaid_view`).
-        stepwise: read several tokens bit for bit as one by one, where that can be had (`attention.stepwise_view`).
+        role: "target" to read several tokens bit for bit as one by one where that can be had, "drafter" to round
+            short reads as is fastest (`hetspec.runtime.attention`, `hetspec.runtime.fused`); None to read as
+            transformers does.
 
     Raises:
         UnsupportedModel: the model is encoder-decoder, its state cannot be cropped, or its head not pruned.
     """
 
     def __init__(
-        self, model: Any, kept: np.ndarray | None = None, *, weights: str = "own", stepwise: bool = False
+        self, model: Any, kept: np.ndarray | None = None, *, weights: str = "own", role: Role | None = None
     ) -> None:
         config = model.config.get_text_config()
         name = getattr(model.config, "_name_or_path", "") or type(model).__name__
@@ -94,15 +97,20 @@ class CachedModel:
         self.device = model.device
         self.kept = None if kept is None else torch.from_numpy(kept.astype(np.int64))
         self.reader = model if self.kept is None else with_pruned_head(model, self.kept)
-        self.reader = relaid_view(self.reader, weights)
+        self.reader = relaid_view(self.reader, weights, fuse=role == "drafter")
         self._prompt_reader = self.reader
-        self.stepwise = False
-        if stepwise:
-            from hetspec.runtime.attention import stepwise_view
+        self.prompt_alone = (
+            False  # whether prompts are to be read by themselves, as plain decoding reads them
+        )
+        if role is not None:
+            from hetspec.runtime.attention import drafter_view, is_plain, prompt_view, target_view
 
-            whole, self.reader = self.reader, stepwise_view(self.reader)
-            self.stepwise = self.reader is not whole
-            self._prompt_reader = stepwise_view(whole, prompts=True)
+            whole = self.reader
+            if role == "target":
+                self.reader, self._prompt_reader = target_view(whole), prompt_view(whole)
+                self.prompt_alone = is_plain(whole)
+            else:
+                self.reader = self._prompt_reader = drafter_view(whole)
         self._short_reads = ShortReads()
         if model not in _PROBED:
             self._probe()

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from hetspec.errors import IncompatiblePair, InvalidInput
-from hetspec.runtime.models import CachedModel
+from hetspec.runtime.models import CachedModel, Role
 from hetspec.segment import Segmenter, begins_text_with, untruncated
 from hetspec.vocab import Vocabulary
 
@@ -28,7 +28,7 @@ class Side:
         eos_ids, turn_end_ids: as recorded in the pair.
         kept: rows of the model's LM head to compute; None for all.
         weights: the layout of the model's weights.
-        stepwise: whether the model reads several tokens as one by one.
+        role: how the model reads (`CachedModel`).
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Side:
         turn_end_ids: tuple[int, ...],
         kept: np.ndarray | None = None,
         weights: str = "own",
-        stepwise: bool = False,
+        role: Role | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.backend = getattr(tokenizer, "backend_tokenizer", None) or getattr(
@@ -52,7 +52,7 @@ class Side:
                 f"{type(tokenizer).__name__} of {name} is not a fast tokenizer.",
                 "Load it with AutoTokenizer and a tokenizer.json.",
             )
-        self.model = None if model is None else CachedModel(model, kept, weights=weights, stepwise=stepwise)
+        self.model = None if model is None else CachedModel(model, kept, weights=weights, role=role)
         self._recorded = (name, eos_ids, turn_end_ids)
         self._stamp: tuple[Any, ...] | None = None
         self.refresh()
@@ -117,12 +117,13 @@ def make_side(
     model: Any,
     tokenizer: Any,
     identity: Any,
-    role: str,
+    role: Role,
+    *,
     kept: np.ndarray | None = None,
     weights: str = "own",
-    stepwise: bool = False,
+    static: bool = False,
 ) -> Side:
-    """A side from what the user gave, or from what the pair recorded."""
+    """A side from what the user gave, or from what the pair recorded; as transformers reads it if in fixed shapes."""
     if tokenizer is None:
         from hetspec.sources import hub_commit, load_tokenizer
 
@@ -138,7 +139,7 @@ def make_side(
         turn_end_ids=turn_end_ids,
         kept=kept,
         weights=weights,
-        stepwise=stepwise,
+        role=None if static else role,
     )
 
 

@@ -28,28 +28,41 @@ SHARE_OF_MEMORY = 0.6  # of the available memory, that a copy made unasked may t
 
 
 class Relaid(nn.Module):
-    """A linear layer with another layout of its weights for short reads; long ones use the layer it was made from.
+    """Linear layers with another layout of their weights for short reads; long ones use the layers themselves.
 
     Weights that change (training goes on, another checkpoint is loaded into the model) are laid out again.
 
     Args:
-        linear: bfloat16, on the CPU; not changed.
+        linears: one, or several of the same inputs, whose outputs are computed as one's, side by side; bfloat16, on
+            the CPU; not changed.
     """
 
-    def __init__(self, linear: nn.Linear) -> None:
+    bias: Tensor | None
+
+    def __init__(self, *linears: nn.Linear) -> None:
         super().__init__()
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-        self._own = (linear,)  # in a tuple: not a child, its weights are not read in a step
-        self._lay(linear)
-        self._state = _state(linear.weight)
+        self.in_features = linears[0].in_features
+        self.out_features = sum(linear.out_features for linear in linears)
+        self.own = linears  # a tuple: not children, their weights are not read in a step
+        self._lay_out()
 
-    @property
-    def own(self) -> nn.Linear:
-        """The layer it was made from."""
-        return self._own[0]
+    def _lay_out(self) -> None:
+        self._state = [_state(linear) for linear in self.own]
+        self._lay(self._whole("weight").detach())
+        # Where only some have one, the others get zeros.
+        self.bias = None if all(linear.bias is None for linear in self.own) else self._whole("bias").detach()
 
-    def _lay(self, linear: nn.Linear) -> None:
-        """Makes the copy of the weights."""
+    def _whole(self, name: str) -> Tensor:
+        parts = [getattr(linear, name) for linear in self.own]
+        if len(parts) == 1:
+            return parts[0]  # type: ignore[no-any-return]
+        weights = [linear.weight for linear in self.own]
+        return torch.cat(
+            [w.new_zeros(len(w)) if x is None else x for x, w in zip(parts, weights, strict=True)]
+        )
+
+    def _lay(self, weight: Tensor) -> None:
+        """Makes the copy of the weights, [out, in]."""
         raise NotImplementedError
 
     @property
@@ -62,8 +75,7 @@ class Relaid(nn.Module):
         raise NotImplementedError
 
     def _biased(self, product: Tensor) -> Tensor:
-        bias = self.own.bias
-        return product if bias is None else product + bias
+        return product if self.bias is None else product + self.bias
 
     def dequantised(self) -> Tensor:
         """float32[out, in], the weights as they are stored."""
@@ -71,21 +83,23 @@ class Relaid(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., out] from [..., in]."""
-        own = self.own
         rows = x.reshape(-1, self.in_features)
-        if len(rows) >= WIDE:
-            return own(x)  # type: ignore[no-any-return]
-        if _state(own.weight) != self._state:
-            self._lay(own)
-            self._state = _state(own.weight)
-        return self.multiply(rows).reshape(*x.shape[:-1], self.out_features)
+        if rows.shape[0] >= WIDE:
+            return self._unpacked(x)
+        if [_state(linear) for linear in self.own] != self._state:
+            self._lay_out()
+        return self.multiply(rows).view(*x.shape[:-1], self.out_features)
+
+    def _unpacked(self, x: Tensor) -> Tensor:
+        outs = [linear(x) for linear in self.own]
+        return outs[0] if len(outs) == 1 else torch.cat(outs, dim=-1)
 
 
 class PackedLinear(Relaid):
     """The same bfloat16 weights, in oneDNN's blocked order: a third more bytes per second."""
 
-    def _lay(self, linear: nn.Linear) -> None:
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), 1)
+    def _lay(self, weight: Tensor) -> None:
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, 1)
 
     @property
     def packed_bytes(self) -> int:
@@ -93,26 +107,25 @@ class PackedLinear(Relaid):
         return 2 * self.in_features * self.out_features
 
     def multiply(self, x: Tensor) -> Tensor:
-        """[n, out] from [n, in]; sums in float32 and rounds once, the bias with it: the bits of the plain layer."""
-        if len(x) == 1 and self.own.bias is not None:  # which some processors sum in an order of its own
-            alone: Tensor = self.own(x)
-            return alone
-        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.own.bias, "none", [], "")
+        """[n, out] from [n, in]; sums in float32 and rounds once, the bias with it: the bits of a plain layer."""
+        if x.shape[0] == 1 and self.bias is not None and len(self.own) == 1:
+            return self._unpacked(x)  # which some processors sum in an order of its own
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
         return out
 
     def dequantised(self) -> Tensor:
-        """The layer's own weights."""
-        return self.own.weight.detach().float()
+        """The layers' own weights."""
+        return self._whole("weight").detach().float()
 
 
 class Int8Linear(Relaid):
     """Symmetric int8 weights, one scale per output row; activations stay as they are."""
 
-    def _lay(self, linear: nn.Linear) -> None:
-        wide = linear.weight.detach().float()
+    def _lay(self, weight: Tensor) -> None:
+        wide = weight.float()
         scale = (wide.abs().amax(dim=1) / 127).clamp(min=torch.finfo(torch.float32).tiny)
         self._weight = (wide / scale[:, None]).round().to(torch.int8)
-        self._scale = scale.to(linear.weight.dtype)
+        self._scale = scale.to(weight.dtype)
 
     @property
     def packed_bytes(self) -> int:
@@ -131,8 +144,8 @@ class Int8Linear(Relaid):
 class Int4Linear(Relaid):
     """Int4 weights in groups of 32 inputs with a scale and a middle each; activations stay as they are."""
 
-    def _lay(self, linear: nn.Linear) -> None:
-        steps, scale, middle = self.quantised(linear.weight)
+    def _lay(self, weight: Tensor) -> None:
+        steps, scale, middle = self.quantised(weight)
         self._packed = torch._convert_weight_to_int4pack_for_cpu(steps.int().flatten(1) + 8, 2)
         self._groups = torch.cat([scale, middle], dim=2).transpose(0, 1).contiguous()
 
@@ -163,11 +176,11 @@ class Int4Linear(Relaid):
 
     def dequantised(self) -> Tensor:
         """float32[out, in]."""
-        steps, scale, middle = self.quantised(self.own.weight)
+        steps, scale, middle = self.quantised(self._whole("weight"))
         return (steps * scale.float() + middle.float()).flatten(1)
 
 
-def relaid_view(model: Any, weights: str) -> Any:
+def relaid_view(model: Any, weights: str, *, fuse: bool = False) -> Any:
     """A view of a model whose linear layers read another layout; the model itself stays as it is.
 
     Embeddings and everything that is not a plain linear layer (experts kept in one tensor, say) are shared. With int4
@@ -177,6 +190,7 @@ def relaid_view(model: Any, weights: str) -> Any:
         model: a transformers causal language model in bfloat16 on the CPU.
         weights: "packed", "int8", "int4"; "own" for the model as it is; "auto" is "packed" where that can be had and
             the memory has room for a second copy.
+        fuse: make decoder layers of known kinds `FusedLayer`s, which round otherwise: for drafters.
 
     Raises:
         InvalidInput: not one of these.
@@ -199,13 +213,21 @@ def relaid_view(model: Any, weights: str) -> Any:
         )
     head = model.get_output_embeddings()
 
-    def made(linear: nn.Linear) -> nn.Module:
+    def made(*linears: nn.Linear) -> Relaid:
         if weights in ("auto", "packed"):
-            return PackedLinear(linear)
-        coarse = weights == "int4" and linear is not head and Int4Linear.fits(linear)
-        return Int4Linear(linear) if coarse else Int8Linear(linear)
+            return PackedLinear(*linears)
+        coarse = weights == "int4" and head not in linears and all(map(Int4Linear.fits, linears))
+        return Int4Linear(*linears) if coarse else Int8Linear(*linears)
 
-    view = _converted(model, made)
+    def converted(module: nn.Module) -> nn.Module | None:
+        if type(module) is nn.Linear:
+            return made(module)
+        return FusedLayer(module, made) if fuse and FusedLayer.fits(module) else None
+
+    if fuse:
+        from hetspec.runtime.fused import FusedLayer  # imports transformers
+
+    view = _converted(model, converted)
     if view is model and weights != "auto":
         raise UnsupportedModel(
             f"{name} has no plain linear layer to convert.", f"Leave {weights} weights out."
@@ -225,9 +247,11 @@ def _can_pack(model: Any) -> bool:
     return half and bool(torch.backends.mkldnn.enabled) and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-def _state(weight: Tensor) -> tuple[int, int]:
+def _state(linear: nn.Linear) -> tuple[int, ...]:
     """Changes when the weights do; tensors made in inference mode cannot be changed outside it and keep no count."""
-    return weight.data_ptr(), 0 if weight.is_inference() else weight._version
+    weight, bias = linear.weight, linear.bias
+    state = (weight.data_ptr(), 0 if weight.is_inference() else weight._version)
+    return state if bias is None else (*state, bias.data_ptr(), 0 if bias.is_inference() else bias._version)
 
 
 def lacks_room(model: Any) -> bool:
@@ -245,10 +269,12 @@ def available_memory() -> float:
         return math.inf
 
 
-def _converted(module: Any, made: Callable[[nn.Linear], nn.Module]) -> Any:
-    if type(module) is nn.Linear:
-        return made(module)
-    children = {name: _converted(child, made) for name, child in module._modules.items() if child is not None}
+def _converted(module: Any, converted: Callable[[nn.Module], nn.Module | None]) -> Any:
+    if (other := converted(module)) is not None:
+        return other
+    children = {
+        name: _converted(child, converted) for name, child in module._modules.items() if child is not None
+    }
     if all(child is module._modules[name] for name, child in children.items()):
         return module
     view = shallow_view(module)
