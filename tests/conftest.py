@@ -8,6 +8,9 @@ os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 os.environ.setdefault("DO_NOT_TRACK", "true")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault(
+    "TRITON_INTERPRET", "1"
+)  # read when Triton is first imported, by whatever test comes first
 
 import shutil
 from pathlib import Path

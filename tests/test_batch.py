@@ -95,7 +95,7 @@ def test_the_target_is_read_once_for_all_rows(tiny):
         return honest(*args, **kwargs)
 
     assert engine.target.model.joins  # tried before anything is counted
-    engine.target.model.reader = spy
+    engine.target.model.reader = engine.target.model._prompt_reader = spy
     outs = engine.generate_batch(
         PROMPTS[:4], algorithm="tli", num_draft_tokens=3, max_new_tokens=20, eos_token_id=[]
     )

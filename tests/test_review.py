@@ -427,7 +427,12 @@ def test_the_drafters_go_first_even_if_they_are_larger(tiny):
     engine.target.model.__dict__["joins"] = engine.drafter.model.__dict__["joins"] = True
     sizes = []
     honest = big.target.forward
-    engine.target.model.reader = lambda *a, **k: sizes.append(k["input_ids"].shape[0]) or honest(*a, **k)
+
+    def spy(*arguments, **options):
+        sizes.append(options["input_ids"].shape[0])
+        return honest(*arguments, **options)
+
+    engine.target.model.reader = engine.target.model._prompt_reader = spy
     engine.generate_batch(
         ["x = 1", PROMPT, "y"], algorithm="tli", num_draft_tokens=2, max_new_tokens=9, eos_token_id=[]
     )

@@ -8,8 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-os.environ.setdefault("TRITON_INTERPRET", "1")  # before the first import of triton
-
 import pytest
 import torch
 
