@@ -2,7 +2,7 @@
 
 gpu_check.py [--device cuda] [--draft-device …] [--small] [--out gpu_check.json] [--seconds 200]
 Makes random models of real sizes (a 7B-class target with 128k ids, drafters of the 0.5B and the 135M class and one with
-256k ids), a pair of two byte-level vocabularies, and checks, in growing caches and in fixed shapes (`static`): every
+256k ids), with real vocabularies, and checks, in growing caches and in fixed shapes (`static`): every
 algorithm's greedy text against transformers' own on the same device, the law of sampled first tokens (χ²), the kernels
 against their torch twins, and that a recorded step waits for the device once. Then it times drafter steps, target
 passes of 1 to 8 tokens, recorded steps, and whole texts side by side with transformers' loop. What random models accept
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import lzma
 import statistics
 import sys
 import time
@@ -41,9 +42,10 @@ LENGTHS = (1, 2, 4, 8)
 
 @dataclass(frozen=True)
 class Size:
-    """A Llama model's shape."""
+    """A Llama model's shape, and whose vocabulary it has; rows without a token are padding."""
 
     name: str
+    vocabulary: str
     rows: int
     hidden: int
     layers: int
@@ -87,15 +89,15 @@ class Size:
 
 
 REAL = (
-    Size("target-7b", 128_000, 4096, 32, 32, 8, 11_008),
-    Size("drafter-0.5b", 152_000, 896, 24, 14, 2, 4864),
-    Size("drafter-135m", 49_152, 576, 30, 9, 3, 1536),
-    Size("drafter-270m", 262_144, 640, 18, 4, 1, 2048),
+    Size("target-7b", "deepseek", 128_000, 4096, 32, 32, 8, 11_008),
+    Size("drafter-0.5b", "qwen", 152_000, 896, 24, 14, 2, 4864),
+    Size("drafter-135m", "smollm2", 49_152, 576, 30, 9, 3, 1536),
+    Size("drafter-270m", "qwen", 262_144, 640, 18, 4, 1, 2048),
 )
 SMALL = (
-    Size("target-small", 3000, 128, 4, 4, 2, 256),
-    Size("drafter-small", 2000, 64, 2, 4, 2, 128),
-    Size("drafter-tiny", 1000, 32, 1, 2, 1, 64),
+    Size("target-small", "deepseek", 3000, 128, 4, 4, 2, 256),
+    Size("drafter-small", "qwen", 2000, 64, 2, 4, 2, 128),
+    Size("drafter-tiny", "smollm2", 1000, 32, 1, 2, 1, 64),
 )
 
 
@@ -149,26 +151,13 @@ def machine(device: str) -> dict[str, Any]:
     return {"device": name, "torch": torch.__version__, "transformers": transformers.__version__}
 
 
-def vocabulary(size: int, step: int) -> Tokenizer:
-    """A byte-level BPE with all bytes and `size` merges of two or three letters; `step` makes two of them differ."""
-    alphabet = byte_alphabet()
-    vocab = {alphabet[b]: b for b in range(256)}
-    letters = [
-        alphabet[b] for b in b"etaoinshrdlucmfwypvbgkjqxz ETAOINSHRDLUCMFWYPVBGKJQXZ0123456789.,;:_()[]"
-    ]
-    merges: list[tuple[str, str]] = []
-    for i, (a, b) in enumerate((a, b) for a in letters for b in letters):
-        if i % step and len(vocab) < size and a + b not in vocab:
-            merges.append((a, b))
-            vocab[a + b] = len(vocab)
-    for a, b in list(merges):
-        for c in letters:
-            if len(vocab) >= size:
-                break
-            if a + b + c not in vocab:
-                merges.append((a + b, c))
-                vocab[a + b + c] = len(vocab)
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+def vocabulary(name: str, most: int) -> Tokenizer:
+    """A real byte-level vocabulary (`pack_vocabularies.py`), its first `most` tokens: all bytes, then one per merge."""
+    packed = (Path(__file__).parent / "vocabularies" / f"{name}.merges.xz").read_bytes()
+    merges = [tuple(line.split(" ")) for line in lzma.decompress(packed).decode().split("\n")]
+    merges = merges[: max(0, most - 256)]
+    tokens = dict.fromkeys([*byte_alphabet().values(), *map("".join, merges)])
+    tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
@@ -178,10 +167,7 @@ class Pair:
     """A target and a drafter with their map, on their devices."""
 
     def __init__(self, target_size: Size, target: Any, drafter_size: Size, drafter: Any) -> None:
-        tokenizers = (
-            vocabulary(min(target_size.rows, 60_000), 5),
-            vocabulary(min(drafter_size.rows, 40_000), 3),
-        )
+        tokenizers = [vocabulary(size.vocabulary, size.rows) for size in (target_size, drafter_size)]
         sides = [
             Vocabulary.from_tokenizer(tokenizer, name=size.name, rows=size.rows, eos_ids=())
             for tokenizer, size in zip(tokenizers, (target_size, drafter_size), strict=True)

@@ -34,6 +34,17 @@ def pair(check):
     )
 
 
+@pytest.mark.parametrize(("name", "tokens"), [("deepseek", 127_997), ("qwen", 151_643), ("smollm2", 49_156)])
+def test_the_vocabularies_are_real_and_whole(check, name, tokens):
+    tokenizer = check.vocabulary(name, 1 << 20)
+    assert tokenizer.get_vocab_size() == tokens
+    text = "def quicksort(xs):\n    return [x for x in xs if x < pivot]  # naïve, 42 €"
+    ids = tokenizer.encode(text).ids
+    assert tokenizer.decode(ids) == text
+    assert len(ids) < 0.45 * len(text)  # long tokens are reached by their merges
+    assert check.vocabulary(name, 1000).get_vocab_size() == 1000
+
+
 def test_it_is_right_in_small(pair):
     found = pair.exactness(tokens=12, draws=100)
     assert found["right"]
