@@ -167,6 +167,19 @@ def test_quantised_targets_and_drafters(sides, quantised):
                 assert out.new_ids == expected
 
 
+@pytest.mark.parametrize("sides", [("target",), ("drafter",), ("target", "drafter")], ids="+".join)
+def test_quantised_targets_and_drafters_in_fixed_shapes(sides):
+    pair = TinyPair()
+    for side in sides:
+        setattr(pair, side, weight_only(getattr(pair, side)))
+    engine = pair.engine(static=True)
+    for prompt in PROMPTS[:2]:
+        expected = plain(pair.target, pair.target_tokenizer.encode(prompt).ids, 20)
+        for algorithm in ("none", "slem", "tli", "slrs"):
+            out = engine.generate(prompt, algorithm=algorithm, num_draft_tokens=3, max_new_tokens=20)
+            assert out.new_ids == expected
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_a_quantised_head_is_not_pruned():
     import numpy as np
