@@ -150,3 +150,20 @@ def test_where_bits_cannot_be_had_passes_are_grouped_and_steps_stay(make, monkey
     assert set(calls) == {len(NEW)}
     spread = float((steps.max() - steps.min()).float())
     assert (together - steps).abs().max() < 0.05 * spread
+
+
+@pytest.mark.parametrize("ours", [attention.stepwise_attention, attention.grouped_attention])
+@pytest.mark.parametrize("extra", [{"position_bias": 0.7}, {"is_causal": False}, {"module": False}])
+def test_what_only_transformers_knows_is_left_to_it(ours, extra):
+    torch.manual_seed(0)
+    module = torch.nn.Module()
+    module.is_causal, module.num_key_value_groups = extra.get("module", True), 2
+    query, key, value = torch.randn(1, 4, 3, 8), torch.randn(1, 2, 9, 8), torch.randn(1, 2, 9, 8)
+    mask = torch.ones(1, 1, 3, 9, dtype=torch.bool).tril(6)
+    extra = {k: v for k, v in extra.items() if k != "module"}
+    if "position_bias" in extra:
+        extra = {"position_bias": extra["position_bias"] * torch.randn(1, 4, 3, 9)}
+    mask = mask if "position_bias" in extra else None
+    expected, _ = attention.sdpa_attention_forward(module, query, key, value, mask, **extra)
+    found, _ = ours(module, query, key, value, mask, **extra)
+    assert torch.equal(found, expected)

@@ -22,6 +22,7 @@ from hetspec.runtime.attention import MOST, grouped
 from hetspec.runtime.fused import FusedLayer
 from hetspec.runtime.models import CachedModel
 from hetspec.runtime.weights import Relaid
+from tests.test_runtime import PROMPTS, TinyPair
 
 SHAPE = {
     "vocab_size": 96,
@@ -106,6 +107,20 @@ def test_a_drafter_is_read_by_fused_layers(name, weights):
     assert not any(isinstance(m, Relaid) for m in model.modules())
 
 
+def test_a_batch_with_a_fused_drafter_writes_what_each_row_writes_alone():
+    tiny = TinyPair().with_kernel()
+    tiny.drafter = tiny.drafter.bfloat16()
+    engine = tiny.engine(draft_weights="packed")
+    assert any(isinstance(m, FusedLayer) for m in engine.drafter.model.reader.modules())
+    for algorithm in ("tli", "slrs"):
+        options = {"algorithm": algorithm, "num_draft_tokens": 3, "max_new_tokens": 16}
+        outs = engine.generate_batch(PROMPTS[:3], **options)
+        assert [o.new_ids for o in outs] == [
+            engine.generate(p, algorithm="none", max_new_tokens=16).new_ids for p in PROMPTS[:3]
+        ]
+        assert all(o.stats.proposed for o in outs)
+
+
 def test_a_layer_with_an_adapter_or_a_hook_stays_as_it_is():
     layer = made("llama").model.layers[0]
     assert FusedLayer.fits(layer)
@@ -139,11 +154,8 @@ def test_heads_that_share_keys_are_read_together(kind, n):
         return torch.randn(shape, generator=generator)
 
     batch, heads, key_heads, m, size = 2, 6, 2, 11, 8
-    query, key, value = (
-        some(batch, heads, n, size),
-        some(batch, key_heads, m, size),
-        some(batch, key_heads, m, size),
-    )
+    query, key = some(batch, heads, n, size), some(batch, key_heads, m, size)
+    value = some(batch, key_heads, m, 5)  # may have another size
     causal = torch.ones(n, m, dtype=torch.bool).tril(m - n)
     mask = {
         "none": None,

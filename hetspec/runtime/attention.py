@@ -50,7 +50,7 @@ def stepwise_attention(
         [B, n, heads, size], and None for the weights.
     """
     n, m = query.shape[2], key.shape[2]
-    if n == 1 or n > MOST or n == m:
+    if n == 1 or n > MOST or n == m or not _ordinary(module, options):
         out, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
         return out, None
     outs = []
@@ -69,7 +69,7 @@ def grouped(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scal
 
     Args:
         query: [B, heads, n, size].
-        key, value: [B, key heads, m, size]; the n positions are the last of the m.
+        key, value: [B, key heads, m, size], sizes of values may differ; the n positions are the last of the m.
         mask: bool or added to the scores, [B or 1, 1 or heads, n, m], or None where causality is all.
         scale: of the scores; None for 1/√size.
 
@@ -87,7 +87,7 @@ def grouped(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scal
         mask = by_head.reshape(mask.shape[0], 1 if alike else key_heads, group * n, m)
     rows = query.reshape(batch, key_heads, group * n, size)
     out = scaled_dot_product_attention(rows, key, value, attn_mask=mask, scale=scale)
-    return out.view(batch, heads, n, size).transpose(1, 2)
+    return out.view(batch, heads, n, value.shape[-1]).transpose(1, 2)
 
 
 def grouped_attention(
@@ -109,7 +109,7 @@ def grouped_attention(
         least: positions; for fewer it is transformers' own function, whose bits plain decoding has.
     """
     n = query.shape[2]
-    if not least <= n <= MOST or n == key.shape[2]:
+    if not least <= n <= MOST or n == key.shape[2] or not _ordinary(module, options):
         options["scaling"] = scaling
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)[0], None
     return grouped(query, key, value, attention_mask, scaling), None
@@ -120,6 +120,13 @@ AttentionInterface.register(GROUPED, grouped_attention)
 AttentionInterface.register(GROUPED_PASSES, functools.partial(grouped_attention, least=2))
 for name in (STEPWISE, GROUPED, GROUPED_PASSES):
     AttentionMaskInterface.register(name, sdpa_mask)
+
+
+def _ordinary(module: Any, options: dict[str, Any]) -> bool:
+    """Whether it is causal attention without anything that only transformers' own function knows how to add."""
+    causal = options.get("is_causal")
+    causal = getattr(module, "is_causal", True) if causal is None else causal
+    return causal and all(options.get(name) is None for name in ("position_bias", "softcap"))
 
 
 class RowByRow(nn.Module):
