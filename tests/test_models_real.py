@@ -12,6 +12,7 @@ from hetspec.prep.build import build_pair, prepare
 from hetspec.runtime import laws, verify
 from hetspec.runtime.generate import Engine
 from hetspec.runtime.laws import Warping
+from hetspec.runtime.models import CachedModel
 from hetspec.sources import load_model, load_tokenizer, named_texts
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -277,3 +278,29 @@ def test_half_precision_keeps_every_bit(code, drafter):
             repetition_penalty=None,
         )
         assert [int(t) for t in theirs[0, ids.shape[1] :]] == plain.new_ids
+
+
+def test_half_precision_passes_over_a_windowed_model_equal_transformers_steps(code):
+    """Gemma 3: sliding windows, and layers that some processors sum otherwise for a single row."""
+    model = load_model("gemma3-270m", dtype=torch.bfloat16)
+    tokenizer = load_tokenizer("gemma3-270m").tokenizer
+    ours = CachedModel(model, role="target", weights="auto")
+    lengths = (4, 1, 8, 2, 16)
+    for text in (code[0], PROSE[0]):
+        ids = tokenizer.encode(text).ids
+        theirs = model.generate(
+            torch.tensor([ids]),
+            attention_mask=torch.ones(1, len(ids)),
+            max_new_tokens=32,
+            min_new_tokens=32,
+            do_sample=False,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+        new = theirs.sequences[0, len(ids) :].tolist()
+        row = ours.new_row()
+        logits = [row.forward(ids, 1)]
+        for n in lengths:
+            start = row.length - len(ids)
+            logits.append(row.forward(new[start : start + n], n))
+        assert torch.equal(torch.cat(logits)[:32], torch.cat(theirs.logits))
