@@ -22,6 +22,7 @@ from hetspec.runtime.plan import LONGEST
 from hetspec.vocab import Vocabulary
 
 if TYPE_CHECKING:
+    from hetspec.prep.predict import Costs
     from hetspec.runtime.generate import Engine
 
 SCORES = ("frequency", "generated", "mean", "variance", "overlap", "random")
@@ -253,7 +254,7 @@ class HeadChooser:
         self.must, self.reachable = always_kept(pair, drafter), pair.reachable
         self._points: dict[int, CurvePoint] = {}
         self._times: dict[int, float] = {}
-        self._target: list[float] = []
+        self._costs: Costs | None = None
 
     @classmethod
     def of(
@@ -316,8 +317,7 @@ class HeadChooser:
     def curve(
         self, sizes: Sequence[int], progress: Callable[[int], None] = lambda _: None
     ) -> list[CurvePoint]:
-        """A point for every size; the heads are timed first, taking turns."""
-        self._time(sizes)
+        """A point for every size."""
         points = []
         for done, size in enumerate(sizes, 1):
             points.append(self.point(size))
@@ -328,13 +328,13 @@ class HeadChooser:
         """One point, computed once."""
         if size not in self._points:
             if self.engine is not None and size not in self._times:
-                self._time([size])
+                self._time(size)
             self._points[size] = curve_point(
                 self.pair,
                 self.head(size),
                 row_bytes=self.row_bytes,
                 step_seconds=self._times.get(size),
-                target_seconds=self._target,
+                target_seconds=() if self._costs is None else self._costs.target_seconds,
             )
         return self._points[size]
 
@@ -350,22 +350,24 @@ class HeadChooser:
         """The pair with that head; without one, if all rows are kept."""
         return pruned_pair(self.pair, self.head(size))
 
-    def _time(self, sizes: Sequence[int]) -> None:
-        from hetspec.prep.predict import LENGTHS, step_seconds
+    def _time(self, size: int) -> None:
+        """Times a head as the decoder reads it, the whole drafter taking turns with it: one copy of it at a time."""
+        from hetspec.prep.predict import measure_costs, step_seconds
         from hetspec.runtime.models import CachedModel
 
         if self.engine is None:
             return
         assert self.engine.drafter is not None
-        assert self.engine.drafter.model is not None
-        assert self.engine.target.model is not None
-        model = self.engine.drafter.model.model
-        if not self._target:
-            self._target = step_seconds([self.engine.target.model], range(1, LENGTHS[-1] + 2))[0]
-        heads = [self.head(size) for size in sizes]
-        models = [CachedModel(model, None if head is None else head.kept) for head in heads]
-        for size, (seconds,) in zip(sizes, step_seconds(models, [1], repeats=15), strict=True):
-            self._times[size] = seconds
+        drafter = self.engine.drafter.model
+        assert drafter is not None
+        if self._costs is None:
+            self._costs = measure_costs(self.engine)
+        share = 1.0
+        if head := self.head(size):
+            pruned = CachedModel(drafter.model, head.kept, weights="auto", role="drafter")
+            (whole,), (seconds,) = step_seconds([drafter, pruned], [1], repeats=15)
+            share = seconds / whole
+        self._times[size] = share * self._costs.drafter_seconds
 
 
 def _size(text: str, rows: int) -> int:

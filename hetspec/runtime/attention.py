@@ -3,10 +3,12 @@
 Reading n tokens at once and reading them one by one give the same law, but not the same bits: in half precision a sum
 over more keys, some of them masked, is rounded otherwise, and at a near-tie the greedy text takes another way.
 Attention is the first reason. With each position attending by itself, over its own keys, it gives bit for bit what
-single steps give, and costs no more: the mask and the copy of keys and values for every query head are left out.
-oneDNN's half precision products of a few rows mostly do not depend on how many rows there are. Layers with many inputs
-can be exceptions (seen from 4,000 on with one processor, from 1,000 on with an AMD EPYC). Layers are tried, and where
-all exceptions are small enough to stay in the processor's cache they take rows one by one.
+single steps give. oneDNN's half precision products of a few rows mostly do not depend on how many rows there are.
+Layers with many inputs can be exceptions (seen from 4,000 on with one processor, from 1,000 on with an AMD EPYC).
+Layers are tried, and where all exceptions are small enough to stay in the processor's cache they take rows one by one.
+
+Those bits have a price: torch multiplies a bfloat16 matrix by one row several times slower than by four. Where they
+cannot be had (exceptions too large) or do not matter (drafters), heads that share keys are read together instead.
 
 Imports transformers, so it is imported where a model is read.
 """
@@ -118,8 +120,9 @@ def grouped_attention(
 AttentionInterface.register(STEPWISE, stepwise_attention)
 AttentionInterface.register(GROUPED, grouped_attention)
 AttentionInterface.register(GROUPED_PASSES, functools.partial(grouped_attention, least=2))
-for name in (STEPWISE, GROUPED, GROUPED_PASSES):
-    AttentionMaskInterface.register(name, sdpa_mask)
+AttentionMaskInterface.register(STEPWISE, sdpa_mask)
+AttentionMaskInterface.register(GROUPED, sdpa_mask)
+AttentionMaskInterface.register(GROUPED_PASSES, sdpa_mask)
 
 
 def _ordinary(module: Any, options: dict[str, Any]) -> bool:

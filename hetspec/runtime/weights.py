@@ -33,8 +33,8 @@ class Relaid(nn.Module):
     Weights that change (training goes on, another checkpoint is loaded into the model) are laid out again.
 
     Args:
-        linears: one, or several of the same inputs, whose outputs are computed as one's, side by side; bfloat16, on
-            the CPU; not changed.
+        linears: one, or several of the same inputs, whose outputs are computed as one's, side by side; all or none
+            with a bias; bfloat16, on the CPU; not changed.
     """
 
     bias: Tensor | None
@@ -49,17 +49,11 @@ class Relaid(nn.Module):
     def _lay_out(self) -> None:
         self._state = [_state(linear) for linear in self.own]
         self._lay(self._whole("weight").detach())
-        # Where only some have one, the others get zeros.
-        self.bias = None if all(linear.bias is None for linear in self.own) else self._whole("bias").detach()
+        self.bias = None if self.own[0].bias is None else self._whole("bias").detach()
 
     def _whole(self, name: str) -> Tensor:
         parts = [getattr(linear, name) for linear in self.own]
-        if len(parts) == 1:
-            return parts[0]  # type: ignore[no-any-return]
-        weights = [linear.weight for linear in self.own]
-        return torch.cat(
-            [w.new_zeros(len(w)) if x is None else x for x, w in zip(parts, weights, strict=True)]
-        )
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _lay(self, weight: Tensor) -> None:
         """Makes the copy of the weights, [out, in]."""
