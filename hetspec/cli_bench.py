@@ -35,7 +35,7 @@ DEFAULT_SAMPLED = "none,slem:3,tli:3,tli:5,slrs:3,slrs:5,auto,hf-tli:3,hf-tli:5"
 def bench(
     pair: Annotated[list[str], typer.Option(help="Directory, run id, runs:/… or 'TARGET DRAFTER'.")],
     prompts: Annotated[
-        str, typer.Option(help="With commas: code, prose, chat, long, or files of texts.")
+        str, typer.Option(help="With commas: code, prose, chat, long (2,000 tokens), longest (8,000) or files of texts.")
     ] = "code,prose,chat",
     algorithms: Annotated[
         str,
@@ -94,7 +94,7 @@ def bench(
     for kind in (word.strip() for word in prompts.split(",")):
         found = prompts_of(kind, texts) if kind in KINDS else texts_of(kind)[:texts]
         if not found:
-            raise InvalidInput(f"there are no texts in {kind!r}.", "Give code, prose, chat, long or a file.")
+            raise InvalidInput(f"there are no texts in {kind!r}.", f"Give {', '.join(KINDS)} or a file.")
         collections[kind] = found
     artifact, _, _ = load(pair, tracking_uri, prefer="kernel-")
     engine = load_engine(

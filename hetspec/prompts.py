@@ -6,8 +6,8 @@ from typing import Any
 
 from hetspec.sources import named_texts
 
-KINDS = ("code", "prose", "chat", "long")
-LONG_CHARACTERS = 8000  # about 2,000 tokens
+KINDS = ("code", "prose", "chat", "long", "longest")
+LONG_CHARACTERS, LONGEST_CHARACTERS = 8_000, 32_000  # about 2,000 and 8,000 tokens
 QUESTIONS = (
     "Explain to a ten-year-old why the sky is blue.",
     "Write a polite e-mail that moves a meeting from Tuesday to Thursday.",
@@ -26,9 +26,9 @@ def prompts_of(kind: str, count: int) -> list[Any]:
     """Prompts of one kind, spread over its source.
 
     Args:
-        kind: "code" (HumanEval), "prose" (openings of Wikipedia passages), "chat" (questions, as messages) or "long"
-            (about 2,000 tokens of passages, to be summarised).
-        count: at most so many.
+        kind: "code" (HumanEval), "prose" (openings of Wikipedia passages), "chat" (questions, as messages), "long"
+            (about 2,000 tokens of passages, to be summarised) or "longest" (about 8,000).
+        count: at most so many; of "longest" there is one.
     """
     if kind == "chat":
         return [[{"role": "user", "content": question}] for question in QUESTIONS[:count]]
@@ -38,7 +38,9 @@ def prompts_of(kind: str, count: int) -> list[Any]:
     chosen = [i * len(texts) // count for i in range(min(count, len(texts)))]
     if kind == "prose":
         return [_opening(texts[i]) for i in chosen]
-    return [_long(texts, i) for i in chosen]
+    if kind == "long":
+        return [_long(texts, i, LONG_CHARACTERS) for i in chosen]
+    return [_long(texts, 0, LONGEST_CHARACTERS)]
 
 
 def _opening(text: str, characters: int = 240) -> str:
@@ -46,9 +48,9 @@ def _opening(text: str, characters: int = 240) -> str:
     return text[: text.rfind(" ", 0, characters)] if len(text) > characters else text
 
 
-def _long(texts: list[str], start: int) -> str:
+def _long(texts: list[str], start: int, characters: int) -> str:
     whole = ""
-    while len(whole) < LONG_CHARACTERS:
+    while len(whole) < characters:
         whole += texts[start % len(texts)] + "\n\n"
         start += 1
-    return whole[:LONG_CHARACTERS] + "\n\nIn short, this text says that"
+    return whole[:characters] + "\n\nIn short, this text says that"

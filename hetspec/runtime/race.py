@@ -29,7 +29,7 @@ from hetspec.runtime.views import shallow_view
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 PLAIN = "hf-plain"  # the reference of every ratio
 ASSISTED = ("hf-slem", "hf-tli")
-WARM_UP_TOKENS = 8
+WARM_UP_PROMPT, WARM_UP_TOKENS = 64, 8  # at most, tokens
 HF_LENGTHS = ("3", "5", "8", "default")
 
 
@@ -139,7 +139,7 @@ class Runner:
         """The new ids, the seconds they took, and hetspec's stats or None."""
         tokens = tokens or self.race.max_new_tokens
         seed = self.race.seed + number
-        ids = self.engine.decoder(prompt, algorithm="none", max_new_tokens=1).ids
+        ids = self.ids_of(prompt)
         now = CLOCKS[self.race.clock]
         if contestant.kind.startswith("hf-"):
             started = now()
@@ -158,6 +158,10 @@ class Runner:
             **self.law,
         )
         return out.new_ids, now() - started, out.stats
+
+    def ids_of(self, prompt: Any) -> list[int]:
+        """The target's ids of a prompt."""
+        return self.engine.decoder(prompt, algorithm="none", max_new_tokens=1).ids
 
     def _transformers(self, contestant: Entrant, ids: list[int], tokens: int, seed: int) -> list[int]:
         """transformers' own decoding, without its warnings' worth of defaults: no EOS, no top-k."""
@@ -262,8 +266,8 @@ def run_race(
     runner = Runner(engine, race)
     done = _read(resume, race)
     results: list[Result] = []
+    first = runner.ids_of(next(iter(race.collections.values()))[0])[:WARM_UP_PROMPT]
     for contestant in race.contestants:  # first calls compile, allocate and page in
-        first = next(iter(race.collections.values()))[0]
         runner.run(contestant, first, 0, tokens=min(WARM_UP_TOKENS, race.max_new_tokens))
     for collection, prompts in race.collections.items():
         running = list(race.contestants)
