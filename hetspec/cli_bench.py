@@ -35,7 +35,8 @@ DEFAULT_SAMPLED = "none,slem:3,tli:3,tli:5,slrs:3,slrs:5,auto,hf-tli:3,hf-tli:5"
 def bench(
     pair: Annotated[list[str], typer.Option(help="Directory, run id, runs:/… or 'TARGET DRAFTER'.")],
     prompts: Annotated[
-        str, typer.Option(help="With commas: code, prose, chat, long (2,000 tokens), longest (8,000) or files of texts.")
+        str,
+        typer.Option(help="With commas: code, prose, chat, long, longest (2,000 and 8,000 tokens) or files."),
     ] = "code,prose,chat",
     algorithms: Annotated[
         str,
