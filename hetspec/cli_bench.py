@@ -36,7 +36,7 @@ def bench(
     pair: Annotated[list[str], typer.Option(help="Directory, run id, runs:/… or 'TARGET DRAFTER'.")],
     prompts: Annotated[
         str,
-        typer.Option(help="With commas: code, prose, chat, long, longest (2,000 and 8,000 tokens) or files."),
+        typer.Option(help="With commas: code, prose, chat, long, longest (2,000, 8,000 tokens), files."),
     ] = "code,prose,chat",
     algorithms: Annotated[
         str,
