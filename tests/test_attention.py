@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
@@ -167,3 +169,30 @@ def test_what_only_transformers_knows_is_left_to_it(ours, extra):
     expected, _ = attention.sdpa_attention_forward(module, query, key, value, mask, **extra)
     found, _ = ours(module, query, key, value, mask, **extra)
     assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("n", [1, 17, attention.BLOCK, 2 * attention.BLOCK + 5])
+@pytest.mark.parametrize("scale", [None, 0.3])
+def test_blocks_of_a_prompt_are_causal_attention(n, scale):
+    generator = torch.Generator().manual_seed(n)
+    query, key = (torch.randn(2, heads, n, 16, generator=generator) for heads in (6, 2))
+    value = torch.randn(2, 2, n, 24, generator=generator)
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, is_causal=True, scale=scale, enable_gqa=True
+    )
+    found = attention.blocked(query, key, value, scale)
+    torch.testing.assert_close(found, expected.transpose(1, 2))
+
+
+@pytest.mark.parametrize("make", [llama, windowed])
+def test_a_drafter_reads_its_prompt_in_blocks_where_all_is_seen(make, monkeypatch):
+    torch.manual_seed(0)
+    model = make().bfloat16().eval()
+    calls = []
+    honest = attention.blocked
+    monkeypatch.setattr(attention, "blocked", lambda *a: calls.append(a) or honest(*a))
+    found = CachedModel(model, role="drafter").new_row().forward(TEXT, len(TEXT)).float()
+    assert len(calls) == {llama: 3, windowed: 1}[make]  # of Gemma's seven layers one has no window
+    usual = CachedModel(model).new_row().forward(TEXT, len(TEXT)).float()
+    exact = CachedModel(copy.deepcopy(model).float()).new_row().forward(TEXT, len(TEXT))
+    assert (found - exact).abs().mean() < 1.5 * (usual - exact).abs().mean()

@@ -8,7 +8,8 @@ Layers with many inputs can be exceptions (seen from 4,000 on with one processor
 Layers are tried, and where all exceptions are small enough to stay in the processor's cache they take rows one by one.
 
 Those bits have a price: torch multiplies a bfloat16 matrix by one row several times slower than by four. Where they
-cannot be had (exceptions too large) or do not matter (drafters), heads that share keys are read together instead.
+cannot be had (exceptions too large) or do not matter (drafters), heads that share keys are read together instead, and
+a drafter reads its prompt in blocks, for which torch's products are twice as fast as its attention.
 
 Imports transformers, so it is imported where a model is read.
 """
@@ -30,7 +31,8 @@ from transformers.masking_utils import sdpa_mask
 from hetspec.runtime.views import mapped_view
 from hetspec.runtime.weights import PackedLinear
 
-STEPWISE, GROUPED, GROUPED_PASSES = "hetspec_stepwise", "hetspec_grouped", "hetspec_grouped_passes"
+STEPWISE, GROUPED_PASSES, DRAFTER = "hetspec_stepwise", "hetspec_grouped_passes", "hetspec_drafter"
+BLOCK = 128  # positions of a prompt that attend together
 MOST = 16  # positions; a longer pass is a prompt, which plain decoding reads at once, too
 CACHED_BYTES = 4 << 20  # of a layer's weights, that a second row reads from the processor's cache
 OUTPUTS = 60_000  # looked at before a layer counts as no exception; one in some thousands differs where it is
@@ -92,6 +94,43 @@ def grouped(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scal
     return out.view(batch, heads, n, value.shape[-1]).transpose(1, 2)
 
 
+def blocked(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+    """Causal attention over a whole text, in plain products of blocks of rows; scores are rounded to the dtype.
+
+    Args:
+        query: [B, heads, n, size].
+        key, value: [B, key heads, n, size], sizes of values may differ.
+        scale: of the scores; None for 1/√size.
+
+    Returns:
+        [B, n, heads, size].
+    """
+    batch, heads, n, size = query.shape
+    key_heads = key.shape[1]
+    group = heads // key_heads
+    query = query * (size**-0.5 if scale is None else scale)  # first, as float16 could not hold every product
+    ahead = torch.ones(BLOCK, BLOCK, dtype=torch.bool, device=query.device).triu(1)
+    outs = []
+    for first in range(0, n, BLOCK):
+        end = min(first + BLOCK, n)
+        rows = query[:, :, first:end].reshape(batch, key_heads, -1, size)
+        scores = rows @ key[:, :, :end].transpose(-1, -2)
+        own = scores.view(batch, key_heads, group, end - first, end)[..., first:]
+        own.masked_fill_(ahead[: end - first, : end - first], -torch.inf)
+        outs.append((torch.softmax(scores, dim=-1) @ value[:, :, :end]).view(batch, heads, end - first, -1))
+    return torch.cat(outs, dim=2).transpose(1, 2)
+
+
+def drafter_attention(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+) -> tuple[Tensor, None]:
+    """`blocked` for prompts, `grouped` for short reads; arguments as in `stepwise_attention`."""
+    whole = query.shape[2] == key.shape[2] > MOST
+    if whole and attention_mask is None and _ordinary(module, options):
+        return blocked(query, key, value, options.get("scaling")), None
+    return grouped_attention(module, query, key, value, attention_mask, **options)
+
+
 def grouped_attention(
     module: Any,
     query: Tensor,
@@ -118,10 +157,10 @@ def grouped_attention(
 
 
 AttentionInterface.register(STEPWISE, stepwise_attention)
-AttentionInterface.register(GROUPED, grouped_attention)
+AttentionInterface.register(DRAFTER, drafter_attention)
 AttentionInterface.register(GROUPED_PASSES, functools.partial(grouped_attention, least=2))
 AttentionMaskInterface.register(STEPWISE, sdpa_mask)
-AttentionMaskInterface.register(GROUPED, sdpa_mask)
+AttentionMaskInterface.register(DRAFTER, sdpa_mask)
 AttentionMaskInterface.register(GROUPED_PASSES, sdpa_mask)
 
 
@@ -205,8 +244,8 @@ def prompt_view(model: Any) -> Any:
 
 
 def drafter_view(model: Any) -> Any:
-    """A view of a drafter whose short reads are fast; of any that is not `is_plain`, the model as it is."""
-    return _view(model, GROUPED) if is_plain(model) else model
+    """A view of a drafter whose reads are fast; of any that is not `is_plain`, the model as it is."""
+    return _view(model, DRAFTER) if is_plain(model) else model
 
 
 def _view(model: Any, attention: str, one_by_one: Collection[tuple[int, int, bool]] = ()) -> Any:
