@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from hetspec.runtime.plan import LONGEST, AutoLength, Step
+from hetspec.runtime.plan import LONGEST, AutoLength, FixedLength, Step
 
 
 class World:
@@ -132,3 +132,21 @@ def test_the_length_is_known_before_the_step_and_repeats():
         lengths.append(own)
     assert lengths[0] == lengths[1]
     assert len(set(lengths[0])) > 1
+
+
+def test_a_long_prompt_is_read_for_the_drafter_only_if_that_can_pay():
+    plan = AutoLength(0.1, measure=True)
+    assert not plan.pays(20.0, 1000)  # a plain step is needed first, to know what there is to save
+    world = World([0.8], 0.1)
+    for i in range(20):
+        plan.observe(world.step(plan.choose(), first=i == 0))
+    saved = 1 - 1 / world.best()  # target steps per token; the prompt costs 0.1 * 20 of them
+    assert not plan.pays(20.0, int(0.7 * 2 / saved))
+    assert plan.pays(20.0, int(1.5 * 2 / saved))
+    assert not AutoLength(0.1, measure=True).next_text().pays(20.0, 1000)
+    assert plan.next_text().pays(20.0, 100)
+    hopeless = AutoLength(2.0, measure=True)
+    hopeless.observe(world.step(0))
+    assert not hopeless.pays(0.0, 1000)
+    assert AutoLength(2.0, measure=False).pays(20.0, 1)  # nothing may follow the clock
+    assert FixedLength(3).pays(20.0, 1)

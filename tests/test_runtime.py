@@ -15,6 +15,8 @@ from hetspec.artifact import PairArtifact, TokenizerIdentity
 from hetspec.errors import GenerationError, IncompatiblePair, InvalidInput, StaleArtifact, UnsupportedModel
 from hetspec.prep.affinity import cosegment
 from hetspec.prep.intersect import build_map
+from hetspec.runtime import decode
+from hetspec.runtime import plan as plans
 from hetspec.runtime.generate import Engine
 from hetspec.segment import Segmenter
 from hetspec.vocab import Vocabulary
@@ -648,3 +650,25 @@ def test_auto_with_a_seed_repeats_and_tells_why(engine):
     assert runs[0].stats.choice == runs[1].stats.choice
     assert "tokens per target step" in runs[0].stats.choice
     assert runs[0].algorithm in ("slrs", "slem", "tli")
+
+
+@pytest.mark.parametrize("algorithm", ["auto", "slem"])
+def test_a_long_prompt_is_not_read_for_the_drafter_where_that_would_not_pay(
+    tiny, engine, monkeypatch, algorithm
+):
+    asked = []
+    monkeypatch.setattr(decode, "LONG_PROMPT", 100)
+    monkeypatch.setattr(plans.AutoLength, "choose", lambda _: 2)
+    prompt = tiny.target_tokenizer.encode(CODE).ids[:100]
+    for pays in (False, True):
+        monkeypatch.setattr(plans.AutoLength, "pays", lambda _, *seen, pays=pays: asked.append(seen) or pays)
+        out = engine.generate(prompt, algorithm=algorithm, max_new_tokens=6, eos_token_id=[])
+        assert out.new_ids == plain(tiny.target, prompt, 6)
+        assert (out.stats.drafter_forwards > 0) == pays
+        assert (out.stats.choice == "plain: drafting would not pay") == (not pays)
+    assert asked[0][0] == float("inf")  # before the target has read it
+    assert asked[0][1] == 6
+    asked.clear()
+    engine.generate(prompt[1:], algorithm=algorithm, max_new_tokens=6)
+    engine.generate(prompt, algorithm=algorithm, num_draft_tokens=2, max_new_tokens=6)
+    assert not asked

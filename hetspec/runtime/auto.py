@@ -85,12 +85,18 @@ class AutoChoice:
 
     def observe(self, step: Step) -> None:
         """Takes note of a finished step."""
-        if not step.drafted:
+        if not step.drafted:  # a plain pass, whose time is of use to all
+            for plan in self.plans.values():
+                plan.observe(step)
             return
         self.plans[self.current].observe(step)
         if not step.first:
             spent = step.seconds if self.measure else 1 + self.cost * step.drafter_forwards
             self.records[self.current].add(step.accepted + 1, spent)
+
+    def pays(self, prompt_seconds: float, tokens: int) -> bool:
+        """Whether it pays for any of the algorithms."""
+        return any(plan.pays(prompt_seconds, tokens) for plan in self.plans.values())
 
     @property
     def reason(self) -> str:

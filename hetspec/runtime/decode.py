@@ -5,6 +5,7 @@ Knows nothing about prompts as text, files or devices; everything it needs is ha
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +22,8 @@ from hetspec.runtime.processors import NO_PROCESSING, ProcessedLogits, Processin
 from hetspec.runtime.rng import Rng
 from hetspec.runtime.verify import Proposal, Rows, Verdict, verify
 from hetspec.vocab import Vocabulary
+
+LONG_PROMPT = 512  # tokens; reading a shorter one with the drafter costs no more than a few steps
 
 
 @dataclass
@@ -174,6 +177,7 @@ class Decoder:
         self.logits: list[Tensor] | None = [] if keep_logits else None
         self.ids = list(prompt)
         self.prompt_length = len(prompt)
+        self._prompt_seconds = math.inf  # until it is read
         self.stats = DecodeStats()
         if context is not None:
             self.stats.total_seconds = context.align_seconds  # of the prompt
@@ -195,7 +199,7 @@ class Decoder:
         room = min(
             self.max_new_tokens - len(self.new_ids), self.target.max_length - len(self.ids)
         )  # tokens that may still be committed
-        drafted = self.context is not None and room > 1 and not (self.prompt_alone and not self.target.length)
+        drafted = self._drafts(room)
         proposal, verdict, rows, logits = self._judged(room, drafted)
         committing = time.perf_counter()
         committed = self._commit(verdict.ids, rows, logits, room)
@@ -220,8 +224,19 @@ class Decoder:
                 drafter_forwards=int(after[2] - before[2]),
             )
         )
-        self.stats.choice = self.plan.reason
+        if self.stats.steps == 1:
+            self._prompt_seconds = self.target.seconds
+        unread = self.context is not None and not self.context.row.length
+        self.stats.choice = "plain: drafting would not pay" if unread else self.plan.reason
         return committed
+
+    def _drafts(self, room: int) -> bool:
+        """Whether this step may draft: after a long prompt only if it is worth reading for the drafter, too."""
+        if self.context is None or room <= 1 or (self.prompt_alone and not self.target.length):
+            return False
+        if self.context.row.length or self.prompt_length < LONG_PROMPT:
+            return True
+        return self.plan.pays(self._prompt_seconds, room)
 
     def _judged(self, room: int, drafted: bool) -> tuple[Proposal, Verdict, Rows, Tensor]:
         """Drafts, reads with the target and judges; (candidates, verdict, processed rows, raw logits)."""

@@ -52,6 +52,14 @@ class DraftLength(Protocol):
     def observe(self, step: Step) -> None:
         """Takes note of a finished step."""
 
+    def pays(self, prompt_seconds: float, tokens: int) -> bool:
+        """Whether drafting is worth the drafter's reading of the prompt.
+
+        Args:
+            prompt_seconds: that the target took for it; infinite where it has not read it yet.
+            tokens: still to come, at most.
+        """
+
     @property
     def reason(self) -> str:
         """Why it chose as it did; "" if there is nothing to tell."""
@@ -69,6 +77,10 @@ class FixedLength:
 
     def observe(self, step: Step) -> None:
         """Nothing to learn."""
+
+    def pays(self, prompt_seconds: float, tokens: int) -> bool:
+        """It is what was asked for."""
+        return True
 
     reason = ""
 
@@ -117,6 +129,15 @@ class AutoLength:
             return 0
         self.plain_steps, self.patience = 0, min(2 * self.patience, LAST_PROBE)
         return 1
+
+    def pays(self, prompt_seconds: float, tokens: int) -> bool:
+        """Whether what the tokens can save by the clock is more than the prompt's share c; no, before it is known."""
+        if not self.measure:
+            return True
+        if not self.passes.seen:
+            return False
+        saved = self.passes(0) - 1 / max(map(self.rate, range(1, LONGEST + 1)))
+        return tokens * saved > self.cost * prompt_seconds
 
     def rate(self, n: int) -> float:
         """Expected tokens per unit of time with draft length n."""
@@ -178,10 +199,14 @@ class _PassTimes:
         self.count[n] += 1
         self.total[n] += t
 
+    @property
+    def seen(self) -> float:
+        """Passes, older ones counting less."""
+        return sum(self.count)
+
     def __call__(self, n: int) -> float:
         """The time of a pass with n candidates; around 1 before anything was seen."""
-        seen = sum(self.count)
-        if not seen:
+        if not self.seen:
             return 1 + PRIOR_SLOPE * n
-        others = sum(t / (1 + PRIOR_SLOPE * m) for m, t in enumerate(self.total)) / seen
+        others = sum(t / (1 + PRIOR_SLOPE * m) for m, t in enumerate(self.total)) / self.seen
         return (self.total[n] + TIME_COUNT * others * (1 + PRIOR_SLOPE * n)) / (self.count[n] + TIME_COUNT)
