@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import nn
 from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -42,6 +44,14 @@ MODELS = {
     "a window": lambda: MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=9)),
     "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SHAPE)),
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SHAPE)),
+    "gemma3": lambda: Gemma3ForCausalLM(
+        Gemma3TextConfig(
+            **SHAPE,
+            sliding_window=9,
+            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+            query_pre_attn_scalar=50,
+        )
+    ),
 }
 TEXT = [(7 * i) % 90 + 3 for i in range(40)]
 
@@ -129,6 +139,10 @@ def test_a_layer_with_an_adapter_or_a_hook_stays_as_it_is():
     hooked.mlp.down_proj.register_forward_hook(lambda *call: None)
     assert not FusedLayer.fits(adapted)
     assert not FusedLayer.fits(hooked)
+    looking_ahead = made("gemma3").model.layers[0]
+    assert FusedLayer.fits(looking_ahead)
+    looking_ahead.self_attn.is_causal = False
+    assert not FusedLayer.fits(looking_ahead)
 
 
 @pytest.mark.parametrize(

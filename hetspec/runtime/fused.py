@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import rms_norm
+from transformers.models.gemma3.modeling_gemma3 import Gemma3DecoderLayer, Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from transformers.models.mistral.modeling_mistral import MistralDecoderLayer
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
@@ -22,7 +23,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from hetspec.runtime.attention import MOST, grouped
 
-KINDS = (LlamaDecoderLayer, MistralDecoderLayer, Qwen2DecoderLayer, Qwen3DecoderLayer)
+KINDS = (LlamaDecoderLayer, MistralDecoderLayer, Qwen2DecoderLayer, Qwen3DecoderLayer, Gemma3DecoderLayer)
 
 
 class FusedLayer(nn.Module):
@@ -42,10 +43,14 @@ class FusedLayer(nn.Module):
             made(mlp.gate_proj, mlp.up_proj),
             made(mlp.down_proj),
         )
-        norms = (layer.input_layernorm, layer.post_attention_layernorm)
-        self.parts = nn.ModuleList([*products, *norms])  # what a step reads
+        before: tuple[nn.Module, ...] = (layer.input_layernorm, layer.post_attention_layernorm)
+        after: tuple[nn.Module, ...] = ()
+        if type(layer) is Gemma3DecoderLayer:  # which norms what comes out of attention and gate, too
+            before = (layer.input_layernorm, layer.pre_feedforward_layernorm)
+            after = (layer.post_attention_layernorm, layer.post_feedforward_layernorm)
+        self.parts = nn.ModuleList([*products, *before, *after])  # what a step reads
         # In tuples: looking a child up takes nn.Module longer than some of the products.
-        self._products, self._norms, self._layer = products, norms, (layer,)
+        self._products, self._before, self._after, self._layer = products, before, after, (layer,)
         self._head_norms = (attention.q_norm, attention.k_norm) if hasattr(attention, "q_norm") else None
         self._key_heads = attention.k_proj.out_features // attention.head_dim
         self._heads = attention.q_proj.out_features // attention.head_dim
@@ -58,7 +63,8 @@ class FusedLayer(nn.Module):
             return False
         products = [m for name, m in layer.named_modules() if name.endswith("_proj")]
         hooked = any(m._forward_hooks or m._forward_pre_hooks for m in layer.modules())
-        return len(products) == 7 and all(type(m) is nn.Linear for m in products) and not hooked
+        causal = getattr(layer.self_attn, "is_causal", True)
+        return causal and len(products) == 7 and all(type(m) is nn.Linear for m in products) and not hooked
 
     def forward(
         self,
@@ -76,19 +82,18 @@ class FusedLayer(nn.Module):
         held = past_key_values if cache is None else cache
         if n > MOST or held is None or cos.shape[-1] != self._size:
             named = {"past_key_values": held} if cache is None else {"cache": held}
-            out: Tensor = self._layer[0](
+            return self._layer[0](  # type: ignore[no-any-return]
                 hidden_states,
                 attention_mask=attention_mask,
                 position_embeddings=position_embeddings,
                 **named,
                 **options,
             )
-            return out
         qkv, o, gate_up, down = self._products
         heads, key_heads = self._heads, self._key_heads
 
-        x: Tensor = hidden_states
-        parts = qkv(_normed(x, self._norms[0])).view(batch, n, heads + 2 * key_heads, self._size)
+        x = hidden_states
+        parts = qkv(_normed(x, self._before[0])).view(batch, n, heads + 2 * key_heads, self._size)
         query, key, value = parts.split((heads, key_heads, key_heads), dim=2)
         if self._head_norms is not None:
             query, key = map(_normed, (query, key), self._head_norms)
@@ -100,12 +105,17 @@ class FusedLayer(nn.Module):
         both = (both * cos[:, :, None] + turned * sin[:, :, None]).transpose(1, 2)
         keys, values = held.update(both[:, heads:], value.transpose(1, 2), self._number)
         seen = grouped(both[:, :heads], keys, values, attention_mask, self._scale)
-        x = x + o(seen.reshape(batch, n, heads * self._size))
-        gate, up = gate_up(_normed(x, self._norms[1])).chunk(2, dim=-1)
-        x = x + down(self._layer[0].mlp.act_fn(gate) * up)
+        out: Tensor = o(seen.reshape(batch, n, heads * self._size))
+        x = x + (_normed(out, self._after[0]) if self._after else out)
+        gate, up = gate_up(_normed(x, self._before[1])).chunk(2, dim=-1)
+        out = down(self._layer[0].mlp.act_fn(gate) * up)
+        x = x + (_normed(out, self._after[1]) if self._after else out)
         return x
 
 
 def _normed(x: Tensor, norm: Any) -> Tensor:
-    """RMSNorm in one call; the weight multiplies before the rounding, not after it as in transformers."""
+    """RMSNorm in one call; the weight multiplies before the rounding, not after it as in transformers' Llama."""
+    if type(norm) is Gemma3RMSNorm:  # its weight is kept less one
+        plain = rms_norm(x, norm.weight.shape, None, norm.eps)
+        return torch.addcmul(plain, plain, norm.weight)
     return rms_norm(x, norm.weight.shape, norm.weight, norm.variance_epsilon)
