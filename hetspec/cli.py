@@ -50,7 +50,7 @@ FLAGS = {
         ("algorithm", "slrs_form", "prior", "verify", "num_draft_tokens", "max_new_tokens", "seed")
     ),
     **dict.fromkeys(("temperature", "top_k", "top_p", "min_p", "generation_config")),
-    **dict.fromkeys(("draft_temperature", "draft_top_k", "draft_top_p")),
+    **dict.fromkeys(("draft_temperature", "draft_top_k", "draft_top_p", "draft_window")),
     "do_sample": "temperature",
     "stop_strings": "stop",
     "drafter_inputs": "draft-prompt",
@@ -127,6 +127,7 @@ def generate(
     ] = None,
     draft_top_k: Annotated[int, typer.Option(min=0)] = 0,
     draft_top_p: Annotated[float, typer.Option()] = 1.0,
+    draft_window: Annotated[int, typer.Option(min=64, help="Tokens the drafter sees at most.")] = 2048,
     generation_config: Annotated[
         Path | None, typer.Option(help="A generation_config.json or its directory; default: the target's.")
     ] = None,
@@ -181,6 +182,7 @@ def generate(
         "draft_temperature": draft_temperature,
         "draft_top_k": draft_top_k,
         "draft_top_p": draft_top_p,
+        "draft_window": draft_window,
         **_named_options(option or []),
     }
     told = generation_config is not None  # then what no flag says is left to it

@@ -140,9 +140,9 @@ def test_a_long_prompt_is_read_for_the_drafter_only_if_that_can_pay():
     world = World([0.8], 0.1)
     for i in range(20):
         plan.observe(world.step(plan.choose(), first=i == 0))
-    saved = 1 - 1 / world.best()  # target steps per token; the prompt costs 0.1 * 20 of them
-    assert not plan.pays(20.0, int(0.7 * 2 / saved))
-    assert plan.pays(20.0, int(1.5 * 2 / saved))
+    saved = 1 - 1 / world.best()  # target steps per token; the prompt costs 2 * 0.1 * 20 of them
+    assert not plan.pays(20.0, int(0.7 * 4 / saved))
+    assert plan.pays(20.0, int(1.5 * 4 / saved))
     assert not AutoLength(0.1, measure=True).next_text().pays(20.0, 1000)
     assert plan.next_text().pays(20.0, 100)
     hopeless = AutoLength(2.0, measure=True)

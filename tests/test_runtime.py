@@ -563,6 +563,25 @@ def test_a_long_prompt_of_the_drafters_own_slides_too(tiny):
     assert out.stats.proposed > 0
 
 
+@pytest.mark.parametrize("algorithm", ["slem", "tli", "slrs"])
+def test_a_drafter_sees_no_more_than_its_window(tiny, engine, algorithm):
+    ids = tiny.target_tokenizer.encode(CODE).ids[:200]
+    options = {"algorithm": algorithm, "num_draft_tokens": 3, "eos_token_id": []}
+    decoder = engine.decoder(ids, **options, max_new_tokens=40, draft_window=64)
+    unread, longest = decoder.context.unread, 0
+    assert unread == 32 + len(engine.drafter.begins_with)
+    while not decoder.done:
+        decoder.step()
+        longest = max(longest, decoder.context.row.length)
+    assert decoder.new_ids == plain(tiny.target, ids, 40)
+    assert 40 < longest <= 64
+    assert decoder.stats.proposed > 30
+    wide = engine.decoder(ids, **options, draft_window=2048).context
+    assert wide.unread == len(wide.ids) > 200
+    with pytest.raises(InvalidInput, match="draft_window is 10, expected 64 or more"):
+        engine.generate(ids, draft_window=10)
+
+
 def test_role_ids_in_padded_rows_do_no_harm(tiny):
     t = Vocabulary.from_tokenizer(tiny.target_tokenizer, name="t", rows=432, eos_ids=(0,))
     d = Vocabulary.from_tokenizer(tiny.drafter_tokenizer, name="d", rows=336, eos_ids=(334,))

@@ -192,7 +192,7 @@ class BytewiseSLRS:
         logits: Tensor | None = None
         if not context.can_read(self._longest + 2):  # makes room before the first candidate
             return Proposal()
-        while len(ids) < n and len(context.ids) + self._longest + 2 <= context.row.max_length:
+        while len(ids) < n and len(context.ids) + self._longest + 2 <= context.window:
             if logits is None:
                 logits = context.next_logits()
             root = self.walk.branches(0, logits)

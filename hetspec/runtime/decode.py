@@ -236,7 +236,7 @@ class Decoder:
             return False
         if self.context.row.length or self.prompt_length < LONG_PROMPT:
             return True
-        return self.plan.pays(self._prompt_seconds, room)
+        return self.plan.pays(self._prompt_seconds * self.context.unread / self.prompt_length, room)
 
     def _judged(self, room: int, drafted: bool) -> tuple[Proposal, Verdict, Rows, Tensor]:
         """Drafts, reads with the target and judges; (candidates, verdict, processed rows, raw logits)."""

@@ -28,7 +28,7 @@ from hetspec.runtime.algorithms import (
 )
 from hetspec.runtime.auto import AutoChoice, Record
 from hetspec.runtime.batch import JointRow, run_together
-from hetspec.runtime.context import DrafterContext
+from hetspec.runtime.context import DRAFT_WINDOW, LEAST_WINDOW, DrafterContext
 from hetspec.runtime.decode import Decoder, DecodeStats
 from hetspec.runtime.laws import Warping
 from hetspec.runtime.models import Row
@@ -120,6 +120,14 @@ class Drafting:
     draft_temperature: float | None = None
     draft_top_k: int = 0
     draft_top_p: float = 1.0
+    draft_window: int = DRAFT_WINDOW
+
+    def __post_init__(self) -> None:
+        if self.draft_window < LEAST_WINDOW:
+            raise InvalidInput(
+                f"draft_window is {self.draft_window}, expected {LEAST_WINDOW} or more.",
+                f"Leave it out for {DRAFT_WINDOW:,}.",
+            )
 
     def warping(self, target: Warping) -> Warping:
         """The drafter's, beside the target's.
@@ -314,6 +322,7 @@ class Engine:
         draft_temperature: float | None = None,
         draft_top_k: int = 0,
         draft_top_p: float = 1.0,
+        draft_window: int = DRAFT_WINDOW,
         drafter_inputs: Any = None,
         logits_processor: Sequence[Processor] = (),
         stopping_criteria: Sequence[Criterion] = (),
@@ -339,6 +348,9 @@ class Engine:
             generator: a CPU generator to draw from instead.
             rng: replaces the source of every draw.
             draft_temperature, draft_top_k, draft_top_p: the drafter's; by default the target's temperature.
+            draft_window: tokens the drafter sees at most; when they are full the older half is forgotten. A longer
+                past costs more time than it gains candidates (the target always sees everything). In fixed shapes the
+                drafter's own limit holds.
             drafter_inputs: a prompt of the drafter's own (text, ids or a chat).
             logits_processor, stopping_criteria: the user's own, called with (ids [1, S], scores [1, V]) on the CPU for
                 every committed token, the drafted ones before it among the ids.
@@ -387,6 +399,7 @@ class Engine:
                 draft_temperature,
                 draft_top_k,
                 draft_top_p,
+                draft_window,
             ),
             rng=rng if rng is not None else TorchRng(seed, generator),
             seeded=seed is not None or generator is not None or rng is not None,
@@ -463,7 +476,15 @@ class Engine:
             "target": row,
             "vocabulary": self.target.vocabulary,
             "prompt": prompt,
-            "context": None if draft_row is None else self._context(draft_row, chat, drafter_inputs, prompt),
+            "context": None
+            if draft_row is None
+            else self._context(
+                draft_row,
+                chat,
+                drafter_inputs,
+                prompt,
+                window=drafting.draft_window if static is None else None,
+            ),
             "algorithm": chosen,
             "warping": task.warping,
             "plan": plan,
@@ -628,7 +649,9 @@ class Engine:
                 "Shorten the prompt.",
             )
 
-    def _context(self, row: Row, chat: Any, drafter_inputs: Any, prompt: list[int]) -> DrafterContext:
+    def _context(
+        self, row: Row, chat: Any, drafter_inputs: Any, prompt: list[int], window: int | None
+    ) -> DrafterContext:
         """The drafter's row, holding the prompt in the drafter's own tokens."""
         assert self.pair is not None
         assert self.drafter is not None
@@ -655,8 +678,9 @@ class Engine:
                 own,
                 sticky=len(begins) if own[: len(begins)] == begins else 0,
                 controls=controls,
+                window=window,
             )
-        context = DrafterContext(row, side.segmenter, begins, controls=controls)
+        context = DrafterContext(row, side.segmenter, begins, controls=controls, window=window)
         text = self.target.vocabulary
         start = next((i for i, t in enumerate(prompt) if text.bytes_of(t)), len(prompt))
         if text.adds_prefix_space != side.vocabulary.adds_prefix_space and start < len(prompt):

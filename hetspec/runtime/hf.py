@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hetspec.artifact import PairArtifact
 from hetspec.errors import InvalidInput
+from hetspec.runtime.context import DRAFT_WINDOW
 from hetspec.runtime.decode import Decoder
 from hetspec.runtime.generate import Drafting, Task, check_draws, engine_of, run, run_rows
 from hetspec.runtime.options import from_generation_config
@@ -54,6 +55,7 @@ def hf_generate(
     draft_temperature: float | None = None,
     draft_top_k: int = 0,
     draft_top_p: float = 1.0,
+    draft_window: int = DRAFT_WINDOW,
     drafter_inputs: Any = None,
     token_streamer: Any = None,
     **model_kwargs: Any,
@@ -73,7 +75,7 @@ def hf_generate(
         drafter: the model that proposes.
         target_tokenizer, drafter_tokenizer: by default those recorded in the pair.
         full_head, draft_weights, target_weights, static, algorithm, num_draft_tokens, slrs_form, prior, verify, seed,
-            generator, draft_temperature, draft_top_k, draft_top_p, drafter_inputs: see `hetspec.Engine`.
+            generator, draft_temperature, draft_top_k, draft_top_p, draft_window, drafter_inputs: see `hetspec.Engine`.
         token_streamer: gets the prompt and every committed token. (`streamer` works too.)
         model_kwargs: what else transformers would pass to the forward.
 
@@ -148,7 +150,15 @@ def hf_generate(
             "Ask for fewer new tokens.",
         )
     drafting = Drafting(
-        algorithm, num_draft_tokens, slrs_form, prior, verify, draft_temperature, draft_top_k, draft_top_p
+        algorithm,
+        num_draft_tokens,
+        slrs_form,
+        prior,
+        verify,
+        draft_temperature,
+        draft_top_k,
+        draft_top_p,
+        draft_window,
     )
     decoders = []
     for row, prompt in enumerate(prompts):

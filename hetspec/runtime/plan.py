@@ -15,6 +15,7 @@ POSITION_COUNT = 8.0  # weight of the mean acceptance in that of each position
 FORGET = 0.95  # weight kept by the past at each step
 # Plain steps between two looks at whether drafting pays; doubled while it does not.
 FIRST_PROBE, LAST_PROBE = 16, 64
+PROMPT_COST = 2.0  # what a small model takes for a prompt over c: more of its time is attention, and waiting
 NEW_TEXT = 0.3  # weight that acceptance in one text has in the next
 PRIOR_SLOPE = 0.02  # what each candidate is taken to add to a pass before the target's times can tell
 TIME_COUNT = 1.0  # weight of the other lengths' times in that of each
@@ -56,7 +57,7 @@ class DraftLength(Protocol):
         """Whether drafting is worth the drafter's reading of the prompt.
 
         Args:
-            prompt_seconds: that the target took for it; infinite where it has not read it yet.
+            prompt_seconds: that the target took for as much of it as the drafter reads; infinite before it has.
             tokens: still to come, at most.
         """
 
@@ -131,13 +132,13 @@ class AutoLength:
         return 1
 
     def pays(self, prompt_seconds: float, tokens: int) -> bool:
-        """Whether what the tokens can save by the clock is more than the prompt's share c; no, before it is known."""
+        """Whether what the tokens can save by the clock is more than the prompt costs; no, before it is known."""
         if not self.measure:
             return True
         if not self.passes.seen:
             return False
         saved = self.passes(0) - 1 / max(map(self.rate, range(1, LONGEST + 1)))
-        return tokens * saved > self.cost * prompt_seconds
+        return tokens * saved > PROMPT_COST * self.cost * prompt_seconds
 
     def rate(self, n: int) -> float:
         """Expected tokens per unit of time with draft length n."""
