@@ -9,14 +9,15 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from hetspec.artifact import PairArtifact
     from hetspec.errors import HetspecError
-    from hetspec.runtime.generate import Engine, GenerateOutput, generate, generate_batch, stream
+    from hetspec.runtime.engine import Engine, GenerateOutput
+    from hetspec.runtime.generate import generate, generate_batch, stream
     from hetspec.runtime.hf import hf_generate
     from hetspec.tracking import load_pair
     from hetspec.vocab import Vocabulary
 
 _HOMES = {
-    "Engine": "hetspec.runtime.generate",
-    "GenerateOutput": "hetspec.runtime.generate",
+    "Engine": "hetspec.runtime.engine",
+    "GenerateOutput": "hetspec.runtime.engine",
     "HetspecError": "hetspec.errors",
     "PairArtifact": "hetspec.artifact",
     "Vocabulary": "hetspec.vocab",

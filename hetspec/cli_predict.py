@@ -32,7 +32,7 @@ from hetspec.errors import InvalidInput
 if TYPE_CHECKING:
     from hetspec.prep.predict import Costs, Prediction, ScoredTexts
     from hetspec.runtime.bench import Contestant
-    from hetspec.runtime.generate import Engine
+    from hetspec.runtime.engine import Engine
 
 Prompts = Annotated[
     str,

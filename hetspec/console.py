@@ -17,7 +17,7 @@ import typer
 from hetspec.errors import HetspecError, InvalidInput
 
 if TYPE_CHECKING:
-    from hetspec.runtime.generate import Engine
+    from hetspec.runtime.engine import Engine
     from hetspec.tracking import StoredPair
 
 prep_app = typer.Typer(
@@ -167,7 +167,7 @@ def load_engine(
         raise InvalidInput(f"unknown dtype {dtype!r}.", f"Choose one of {', '.join(DTYPES)}.")
     import torch
 
-    from hetspec.runtime.generate import Engine
+    from hetspec.runtime.engine import Engine
     from hetspec.runtime.weights import lacks_room
     from hetspec.sources import hub_commit, load_model, load_tokenizer
 

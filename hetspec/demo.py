@@ -12,7 +12,7 @@ from hetspec.errors import HetspecError
 
 if TYPE_CHECKING:
     from hetspec.prep.build import PreparedTokenizer
-    from hetspec.runtime.generate import Engine
+    from hetspec.runtime.engine import Engine
     from hetspec.tracking import Store
 
 PROMPTS: tuple[Any, ...] = (

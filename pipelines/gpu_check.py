@@ -30,7 +30,7 @@ from hetspec.artifact import PairArtifact, TokenizerIdentity
 from hetspec.console import quiet_libraries
 from hetspec.prep.intersect import build_map
 from hetspec.runtime import device_kernels, laws, static_step
-from hetspec.runtime.generate import Engine
+from hetspec.runtime.engine import Engine
 from hetspec.runtime.laws import Warping
 from hetspec.runtime.static_step import StaticStep
 from hetspec.segment import Segmenter

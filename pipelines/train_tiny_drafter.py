@@ -147,7 +147,7 @@ def measure(folder: Path, count: int, progress: Progress) -> dict[str, Sequence[
     """What every algorithm makes of the drafter, greedy, by kind of prompt."""
     from hetspec.prep.build import add_cosegment, build_pair, corpus, prepare
     from hetspec.runtime.bench import compare
-    from hetspec.runtime.generate import Engine
+    from hetspec.runtime.engine import Engine
 
     target, drafter = load_tokenizer(TARGET), load_tokenizer(str(folder))
     sides = [prepare(target), prepare(drafter)]

@@ -17,7 +17,7 @@ from hetspec.parts import StopTable
 from hetspec.prep.intersect import build_map
 from hetspec.prep.stops import stop_table
 from hetspec.runtime.bytewise import BytewiseSLRS
-from hetspec.runtime.generate import Engine
+from hetspec.runtime.engine import Engine
 from hetspec.segment import Segmenter
 from hetspec.vocab import Vocabulary
 from tests.builders import full_byte_bpe

@@ -23,7 +23,7 @@ from hetspec.prep.texts import FIT, HELD_OUT, STATISTICS, for_calibration, for_m
 from hetspec.prep.weights import fit_kernel, weighted
 from hetspec.runtime.bench import Contestant
 from hetspec.runtime.context import DrafterContext
-from hetspec.runtime.generate import Engine
+from hetspec.runtime.engine import Engine
 from hetspec.runtime.laws import Warping
 from hetspec.runtime.options import plain_law
 from tests.test_runtime import CODE, TinyPair

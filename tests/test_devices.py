@@ -10,7 +10,7 @@ from accelerate import dispatch_model
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from hetspec.errors import UnsupportedModel
-from hetspec.runtime.generate import Engine
+from hetspec.runtime.engine import Engine
 from hetspec.sources import load_model
 from tests.test_runtime import PROMPTS, TinyPair
 from tests.test_shipped_pair import PROMPTS as SHIPPED_PROMPTS

@@ -41,14 +41,16 @@ MAY_IMPORT = {
 }
 # Inside the runtime: the mathematics knows nothing of the loop, the loop nothing of the user's API.
 RUNTIME_MAY_NOT_IMPORT = {
-    "laws": {"algorithms", "decode", "generate", "models", "context"},
-    "rng": {"algorithms", "decode", "generate", "models", "context"},
-    "algorithms": {"decode", "generate", "models"},
-    "models": {"algorithms", "decode", "generate"},
-    "context": {"algorithms", "decode", "generate"},
-    "processors": {"algorithms", "decode", "generate", "hf"},
-    "batch": {"algorithms", "decode", "generate", "hf"},
-    "decode": {"generate", "hf"},
+    "laws": {"algorithms", "decode", "engine", "generate", "models", "context"},
+    "rng": {"algorithms", "decode", "engine", "generate", "models", "context"},
+    "algorithms": {"decode", "engine", "generate", "models"},
+    "models": {"algorithms", "decode", "engine", "generate"},
+    "context": {"algorithms", "decode", "engine", "generate"},
+    "processors": {"algorithms", "decode", "engine", "generate", "hf"},
+    "batch": {"algorithms", "decode", "engine", "generate", "hf"},
+    "decode": {"request", "engine", "generate", "hf"},
+    "request": {"decode", "models", "engine", "generate", "hf"},
+    "engine": {"generate", "hf"},
     "generate": {"hf"},
 }
 

@@ -10,7 +10,7 @@ import torch
 from hetspec.errors import UnknownSource
 from hetspec.prep.build import build_pair, prepare
 from hetspec.runtime import laws, verify
-from hetspec.runtime.generate import Engine
+from hetspec.runtime.engine import Engine
 from hetspec.runtime.laws import Warping
 from hetspec.runtime.models import CachedModel
 from hetspec.sources import load_model, load_tokenizer, named_texts

@@ -10,7 +10,7 @@ from tokenizers import normalizers
 from transformers import PreTrainedTokenizerFast
 
 from hetspec.errors import InvalidInput
-from hetspec.runtime.generate import Engine
+from hetspec.runtime.engine import Engine
 from tests.builders import sentencepiece_bpe, wordpiece
 from tests.test_runtime import PROSE, TinyPair, plain
 from tests.toys import trained_bpe

@@ -24,7 +24,8 @@ from transformers import (
 
 import hetspec
 from hetspec.errors import GenerationError, InvalidInput, StaleArtifact
-from hetspec.runtime.generate import Engine, engine_of
+from hetspec.runtime.engine import Engine
+from hetspec.runtime.generate import engine_of
 from hetspec.runtime.models import CachedModel, Reading, read_together
 from hetspec.runtime.processors import split_warpers
 from tests.test_runtime import TinyPair, self_pair
@@ -387,21 +388,18 @@ def test_streamers_without_length_and_behind_wrappers(tiny, extras, ids):
 
 def test_a_changed_tokenizer_is_seen_on_every_path():
     fresh = TinyPair()
-    arguments = (
-        fresh.target,
-        fresh.drafter,
-        fresh.pair,
-        fresh.target_tokenizer,
-        fresh.drafter_tokenizer,
-        False,
-        "auto",
-        "own",
-        False,
-    )
-    assert engine_of(*arguments) is engine_of(*arguments)
+    tokenizers = {
+        "target_tokenizer": fresh.target_tokenizer,
+        "drafter_tokenizer": fresh.drafter_tokenizer,
+    }
+
+    def engine():
+        return engine_of(fresh.target, fresh.drafter, fresh.pair, dict(tokenizers))
+
+    assert engine() is engine()
     fresh.target_tokenizer.add_tokens(["zzz"])
     with pytest.raises(StaleArtifact):
-        engine_of(*arguments)
+        engine()
 
 
 # -- batches --------------------------------------------------------------------------------------------------

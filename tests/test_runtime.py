@@ -17,7 +17,7 @@ from hetspec.prep.affinity import cosegment
 from hetspec.prep.intersect import build_map
 from hetspec.runtime import decode
 from hetspec.runtime import plan as plans
-from hetspec.runtime.generate import Engine
+from hetspec.runtime.engine import Engine
 from hetspec.segment import Segmenter
 from hetspec.vocab import Vocabulary
 from tests.toys import tiny_model, trained_bpe

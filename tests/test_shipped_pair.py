@@ -11,7 +11,7 @@ import torch
 import hetspec
 from hetspec.prep.build import add_cosegment, add_stops, build_pair, prepare
 from hetspec.runtime import laws
-from hetspec.runtime.generate import Engine
+from hetspec.runtime.engine import Engine
 from hetspec.runtime.laws import Warping
 from hetspec.sources import load_model, load_tokenizer, shipped_drafters
 

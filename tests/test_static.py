@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hetspec.errors import GenerationError, InvalidInput, UnsupportedModel
 from hetspec.runtime import static_step, verify
-from hetspec.runtime.generate import Engine
+from hetspec.runtime.engine import Engine
 from hetspec.runtime.kernels import Redistribution, TargetKernel
 from hetspec.runtime.laws import Warping
 from hetspec.runtime.models import CachedModel, ModelRow

@@ -8,7 +8,7 @@ import torch
 
 from hetspec.runtime import laws, static_ahead, static_step
 from hetspec.runtime.algorithms import Ahead, KernelDraft
-from hetspec.runtime.generate import Engine
+from hetspec.runtime.engine import Engine
 from hetspec.runtime.laws import Warping
 from hetspec.runtime.static_ahead import (
     NEGLIGIBLE,

@@ -8,7 +8,7 @@ import torch
 
 from hetspec.errors import InvalidInput, UnsupportedModel
 from hetspec.runtime import weights as weights_module
-from hetspec.runtime.generate import Engine
+from hetspec.runtime.engine import Engine
 from hetspec.runtime.models import CachedModel
 from hetspec.runtime.weights import (
     WIDE,

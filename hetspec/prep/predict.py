@@ -23,7 +23,7 @@ from hetspec.prep.fit import RESAMPLES, Interval
 from hetspec.runtime import laws
 from hetspec.runtime.algorithms import BEHIND_TOKENS
 from hetspec.runtime.bench import Contestant
-from hetspec.runtime.generate import Engine
+from hetspec.runtime.engine import Engine
 from hetspec.runtime.laws import Warping
 from hetspec.runtime.models import CachedModel
 from hetspec.runtime.options import plain_law

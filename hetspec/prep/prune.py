@@ -23,7 +23,7 @@ from hetspec.vocab import Vocabulary
 
 if TYPE_CHECKING:
     from hetspec.prep.predict import Costs
-    from hetspec.runtime.generate import Engine
+    from hetspec.runtime.engine import Engine
 
 SCORES = ("frequency", "generated", "mean", "variance", "overlap", "random")
 

@@ -17,7 +17,7 @@ from scipy.stats import chi2
 from torch import Tensor
 
 from hetspec.runtime import laws
-from hetspec.runtime.generate import Engine
+from hetspec.runtime.engine import Engine
 from hetspec.runtime.laws import Warping
 from hetspec.runtime.models import Row
 from hetspec.runtime.options import plain_law

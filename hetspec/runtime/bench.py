@@ -18,7 +18,7 @@ from torch import Tensor
 from hetspec.runtime import laws
 from hetspec.runtime.algorithms import BEHIND_TOKENS
 from hetspec.runtime.decode import DecodeStats
-from hetspec.runtime.generate import Engine, GenerateOutput
+from hetspec.runtime.engine import Engine, GenerateOutput
 from hetspec.runtime.options import plain_law
 from hetspec.runtime.rng import TorchRng
 from hetspec.runtime.verify import PointwiseLaw

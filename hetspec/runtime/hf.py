@@ -16,9 +16,11 @@ from hetspec.artifact import PairArtifact
 from hetspec.errors import InvalidInput
 from hetspec.runtime.context import DRAFT_WINDOW
 from hetspec.runtime.decode import Decoder
-from hetspec.runtime.generate import Drafting, Task, check_draws, engine_of, run, run_rows
+from hetspec.runtime.engine import run, run_rows
+from hetspec.runtime.generate import engine_of
 from hetspec.runtime.options import from_generation_config
 from hetspec.runtime.processors import Processing, apart, ends_of, of_one_row
+from hetspec.runtime.request import Drafting, Task, check_draws
 from hetspec.runtime.rng import TorchRng
 from hetspec.runtime.sides import unpadded
 
@@ -121,17 +123,15 @@ def hf_generate(
         )
     if token_streamer is not None:
         token_streamer.put(input_ids.cpu())
-    engine = engine_of(
-        model,
-        drafter,
-        pair,
-        target_tokenizer,
-        drafter_tokenizer,
-        full_head,
-        draft_weights,
-        target_weights,
-        static,
-    )
+    engine_options = {
+        "target_tokenizer": target_tokenizer,
+        "drafter_tokenizer": drafter_tokenizer,
+        "full_head": full_head,
+        "draft_weights": draft_weights,
+        "target_weights": target_weights,
+        "static": static,
+    }
+    engine = engine_of(model, drafter, pair, engine_options)
     wanted = bool(generation_config.return_dict_in_generate)
     processors, warping = apart(
         list(logits_processor), greedy=not generation_config.do_sample, scores=wanted and options.scores

@@ -21,7 +21,7 @@ import torch
 
 from hetspec.errors import InvalidInput
 from hetspec.runtime.algorithms import ALGORITHMS
-from hetspec.runtime.generate import Engine
+from hetspec.runtime.engine import Engine
 from hetspec.runtime.options import plain_law
 from hetspec.runtime.verify import METHODS
 from hetspec.runtime.views import shallow_view
