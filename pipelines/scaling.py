@@ -75,7 +75,7 @@ def context_cost(engine: Any, tokens: int, algorithm: str) -> dict[str, float]:
     text = "\n\n".join(str(prompt) for prompt in prompts_of("long", 8))
     ids = engine.target.backend.encode(text, add_special_tokens=False).ids[:tokens]
     limit = min(side.model.max_length for side in (engine.target, engine.drafter))
-    ids = ids[: limit - STEPS * (DRAFT_LENGTH + 1) - 1]
+    ids = ids[: limit - (STEPS + 2) * (DRAFT_LENGTH + 1) - 1]
     decoder = engine.decoder(
         ids,
         algorithm=algorithm,
@@ -83,8 +83,10 @@ def context_cost(engine: Any, tokens: int, algorithm: str) -> dict[str, float]:
         max_new_tokens=10 * STEPS,
         seed=0,
         do_sample=True,
+        draft_window=len(ids) + 10 * STEPS,
     )
-    decoder.step()  # reads the prompt
+    for _ in range(2):  # the target reads the prompt, then the drafter
+        decoder.step()
     before, started = dict(decoder.stats.seconds), time.perf_counter()
     forwards = decoder.stats.drafter_forwards
     for _ in range(STEPS):
