@@ -13,7 +13,7 @@ from hetspec.prep.report import speed_plots
 from hetspec.prompts import QUESTIONS, prompts_of
 from hetspec.runtime import laws
 from hetspec.runtime.laws import Warping
-from hetspec.runtime.race import PLAIN, Entrant, Race, Runner, is_theirs, run_race, summary
+from hetspec.runtime.race import PLAIN, WARM_UP_PROMPT, Entrant, Race, Runner, is_theirs, run_race, summary
 from tests.test_runtime import CODE, TinyPair
 
 NAMES = (PLAIN, "none", "slem:3", "tli:2:token", "slrs", "auto", "hf-slem:3", "hf-slem:default")
@@ -139,6 +139,27 @@ def test_the_callers_models_stay_as_they_are(engine):
 def test_chats_are_messages():
     chats = prompts_of("chat", 3)
     assert [c[0]["content"] for c in chats] == list(QUESTIONS[:3])
+
+
+def test_long_prompts_and_the_longest():
+    long, longest = prompts_of("long", 2), prompts_of("longest", 2)
+    assert len(set(long)) == 2
+    assert len(longest) == 1
+    assert len(longest[0]) > 3.9 * len(long[0]) > 3.9 * 8000
+
+
+def test_the_warm_up_reads_little_of_a_long_prompt(engine, monkeypatch):
+    lengths = []
+    honest = Runner.run
+
+    def spied(self, contestant, prompt, number, **options):
+        lengths.append(len(self.ids_of(prompt)))
+        return honest(self, contestant, prompt, number, **options)
+
+    monkeypatch.setattr(Runner, "run", spied)
+    setting = Race({"code": [CODE[:600]]}, (Entrant.parse(PLAIN, "0"),), max_new_tokens=4)
+    run_race(engine, setting)
+    assert lengths[0] == WARM_UP_PROMPT < lengths[1]
 
 
 def test_runs_of_another_setting_do_not_count(engine, tmp_path):
