@@ -13,7 +13,7 @@ from hetspec.runtime import decode, laws
 from hetspec.runtime.auto import AutoChoice
 from hetspec.runtime.context import DrafterContext
 from hetspec.runtime.decode import Decoder
-from hetspec.runtime.plan import AutoLength
+from hetspec.runtime.plan import AutoLength, ConfidentLength, FixedLength
 from hetspec.runtime.processors import CountPenalty, ProcessedLogits, Processing
 from hetspec.runtime.verify import Proposal
 from tests import test_exactness as e
@@ -177,6 +177,46 @@ def test_draft_lengths_that_follow_the_past_are_exact(plan, method, seed):
 def test_switching_algorithms_by_what_they_accepted_is_exact(seed):
     law = run_law(e.tli, seed, 3, plan=FollowsThePast, algorithm=functools.partial(auto_choice, seed))
     assert total_variation(law, e.truth(seed, n=3)) < 1e-9
+
+
+class Moody:
+    """Ends guesses early by how sure the drafter is, and throws every other one away."""
+
+    thrown = False
+
+    def goes_on(self, sure):
+        return sure[-1] > 0.3
+
+    def worth_reading(self, sure):
+        self.thrown = not self.thrown
+        return not self.thrown
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_guesses_that_end_early_or_are_thrown_away_are_exact(seed):
+    seen, plans = [], []
+
+    def stopped(stopping, *arguments):
+        algorithm = e.slem(*arguments)
+        algorithm.stopping = stopping
+        honest = algorithm.propose
+        algorithm.propose = lambda *more: seen.append(honest(*more)) or seen[-1]
+        return algorithm
+
+    def confident(*arguments):
+        plans.append(ConfidentLength(0.1 + 0.1 * seed, measure=False))
+        return stopped(plans[-1], *arguments)
+
+    def moody(*arguments):
+        plans.append(FixedLength(4))
+        return stopped(Moody(), *arguments)
+
+    for make in (confident, moody):
+        seen.clear()
+        law = run_law(make, seed, 3, plan=lambda: plans[-1])
+        assert total_variation(law, e.truth(seed, n=3)) < 1e-9
+        assert len({len(proposal.ids) for proposal in seen}) > 1
+    assert any(not proposal.ids for proposal in seen)
 
 
 class ShortenedByTheDraw(FollowsThePast):

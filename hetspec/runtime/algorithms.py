@@ -9,6 +9,7 @@ Letters: `p` target, `q` drafter, `pi` proposal over the target's vocabulary; V_
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -64,6 +65,16 @@ class Plain:
 # -- SLEM ----------------------------------------------------------------------------------------------------
 
 
+class Stopping(Protocol):
+    """Ends drafts of guesses by how sure the drafter was of each of its tokens."""
+
+    def goes_on(self, sure: Sequence[float]) -> bool:
+        """Whether to draft another token after those of these probabilities."""
+
+    def worth_reading(self, sure: Sequence[float]) -> bool:
+        """Whether the target is to read a draft of these probabilities at all."""
+
+
 class SLEM:
     """String-level exact match (Timor et al. 2502.05202, Algorithm 2).
 
@@ -82,6 +93,7 @@ class SLEM:
         drafter: the drafter's vocabulary.
         segmenter: of the target's tokenizer.
         longer: the drafter's tokens by prefix.
+        stopping: ends drafts early; None drafts what is asked for.
     """
 
     name = "slem"
@@ -93,17 +105,22 @@ class SLEM:
         drafter: Vocabulary,
         segmenter: Segmenter,
         longer: LongerTokens,
+        stopping: Stopping | None = None,
     ) -> None:
         self.mapping, self.target, self.drafter, self.segmenter = mapping, target, drafter, segmenter
-        self.longer = longer
+        self.longer, self.stopping = longer, stopping
 
     def propose(self, context: DrafterContext, behind: list[int], n: int, rng: Rng) -> Proposal:
         """Drafts `n` drafter tokens and re-tokenises their bytes; see `Algorithm.propose`."""
         end: list[int] = []
+        sure: list[float] = []
         for i in range(n):
+            if i and self.stopping is not None and not self.stopping.goes_on(sure):
+                break
             if not context.can_read():
                 break
-            d = self._first(context, behind) if i == 0 else self._best(context)
+            d, probability = self._first(context, behind) if i == 0 else self._best(context.next_logits())
+            sure.append(probability)
             if d < 0:  # the last committed token was replaced by a longer one, which is the first draft
                 continue
             if d >= len(self.drafter.pieces) or not self.drafter.pieces[d]:
@@ -111,6 +128,8 @@ class SLEM:
                 end = [role] if role >= 0 else []
                 break
             context.push(d)
+        if self.stopping is not None and not self.stopping.worth_reading(sure):
+            return Proposal()
         drafted = context.drafted
         whole = drafted[: len(drafted) - unfinished_utf8(drafted)]
         if len(whole) < len(drafted):
@@ -122,27 +141,29 @@ class SLEM:
         context.align_seconds += time.perf_counter() - started
         return Proposal(candidates + end)
 
-    @staticmethod
-    def _best(context: DrafterContext) -> int:
-        return int(laws.argmax(context.next_logits(), "the drafter"))
+    def _best(self, logits: Tensor) -> tuple[int, float]:
+        """The drafter's likeliest token after logits [V_d], and its probability (1 where nobody asks for it)."""
+        d = int(laws.argmax(logits, "the drafter"))
+        return d, 1.0 if self.stopping is None else float(torch.softmax(logits.float(), dim=-1)[d])
 
-    def _first(self, context: DrafterContext, behind: list[int]) -> int:
-        """The first drafted token; −1 if it went into the place of the last committed one."""
+    def _first(self, context: DrafterContext, behind: list[int]) -> tuple[int, float]:
+        """The first drafted token and its probability; −1 if it went into the place of the last committed one."""
         d = context.replaceable()
         healable = (
             d >= 0 and self.target.bytes_of(behind[-1]) and self.drafter.bytes_of(d) and context.can_read(2)
         )
         longer = self.longer.of(self.drafter.pieces[d]) if healable else ()
         if not len(longer):
-            return self._best(context)
+            return self._best(context.next_logits())
         before, after = context.last_logits(2)
         best, where = before[longer].max(dim=0)
         e = int(longer[where])
         rest = self.drafter.pieces[e][len(self.drafter.pieces[d]) :]
         if best > before[d] and self.longer.following(behind[-1], rest) >= 0:
             context.replace(e)
-            return -1
-        return int(laws.argmax(after, "the drafter"))
+            whole = torch.logsumexp(torch.cat((before[longer], before[d : d + 1])).float(), dim=0)
+            return -1, float(torch.exp(best.float() - whole))
+        return self._best(after)
 
     def _bytes_behind(self, behind: list[int]) -> bytes:
         """The bytes of the last few committed tokens, back to the last control token."""

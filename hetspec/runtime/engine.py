@@ -30,7 +30,7 @@ from hetspec.runtime.decode import Decoder, DecodeStats
 from hetspec.runtime.laws import Warping
 from hetspec.runtime.models import Row
 from hetspec.runtime.options import Options, from_generation_config
-from hetspec.runtime.plan import AutoLength, DraftLength, FixedLength
+from hetspec.runtime.plan import AutoLength, ConfidentLength, DraftLength, FixedLength
 from hetspec.runtime.processors import (
     CountPenalty,
     Criterion,
@@ -137,7 +137,7 @@ class Engine:
         self._statics = _pool() if static else None
         # What automatic choices have seen, by the settings they saw it with.
         self._records: dict[Any, dict[str, Record]] = {}
-        self._lengths: dict[Any, AutoLength] = {}
+        self._lengths: dict[Any, AutoLength | ConfidentLength] = {}
         self.drafter = None
         if drafter is not None:
             assert pair is not None
@@ -389,7 +389,8 @@ class Engine:
                 )
         draft_warping = drafting.warping(task.warping)
         form, length = drafting.slrs_form, drafting.num_draft_tokens
-        seeded = seeded or joint  # the clock of one row says nothing while others run
+        # The clock of one row says nothing while others run, and cannot tell the parts of a recorded step apart.
+        seeded = seeded or joint or self._statics is not None
         plan: DraftLength
         chosen: Algorithm
         name = drafting.algorithm
@@ -398,8 +399,8 @@ class Engine:
         if name == "auto":
             plan = chosen = self._auto(form, task, draft_warping, length, seeded=seeded)
         else:
-            chosen = self._algorithm(name, form, task, draft_warping, drafting.prior, drafting.verify)
             plan = self._plan(length, (name, form, task.warping, draft_warping), seeded=seeded)
+            chosen = self._algorithm(name, form, task, draft_warping, plan, drafting.prior, drafting.verify)
         drafter = None if chosen.name == "none" or self.drafter is None else self.drafter.model
         target, static = self.target.model, None
         draft_row: Row | None = None
@@ -436,8 +437,6 @@ class Engine:
         }
         if static is None:
             return Decoder(**options)
-        if isinstance(plan, AutoLength):  # the clock cannot tell the parts of a recorded step from each other
-            options["plan"] = AutoLength(self._declared_cost, measure=False)
         return static.decoder(options, draft_warping, self._tools if draft_row is not None else None)
 
     @property
@@ -489,6 +488,7 @@ class Engine:
         form: str,
         task: Task,
         draft_warping: Warping,
+        plan: DraftLength,
         prior: str = "auto",
         verify: str = "",
     ) -> Algorithm:
@@ -510,7 +510,13 @@ class Engine:
                 "Use verify='token', or leave it out.",
             )
         return self._tools.algorithm(
-            name, form, prior, warping=task.warping, draft_warping=draft_warping, eos_ids=task.eos_ids
+            name,
+            form,
+            prior,
+            warping=task.warping,
+            draft_warping=draft_warping,
+            eos_ids=task.eos_ids,
+            stopping=plan if isinstance(plan, ConfidentLength) else None,
         )
 
     def _auto(
@@ -529,12 +535,16 @@ class Engine:
             names = ["slem"]
         key = (task.warping, draft_warping, form, num_draft_tokens)
         records: dict[str, Record] = {} if seeded else self._records.setdefault(key, {})
+        plans = [
+            self._plan(num_draft_tokens, (name, form, task.warping, draft_warping), seeded=seeded)
+            for name in names
+        ]
         return AutoChoice(
-            [self._algorithm(name, form, task, draft_warping) for name in names],
             [
-                self._plan(num_draft_tokens, (name, form, task.warping, draft_warping), seeded=seeded)
-                for name in names
+                self._algorithm(name, form, task, draft_warping, plan)
+                for name, plan in zip(names, plans, strict=True)
             ],
+            plans,
             cost=self._declared_cost,
             measure=not seeded,
             records=records,
@@ -549,7 +559,7 @@ class Engine:
         return self.drafter.model.weight_bytes / self.target.model.weight_bytes
 
     def _plan(self, num_draft_tokens: int | str, key: tuple[Any, ...], *, seeded: bool) -> DraftLength:
-        """A draft length; unseeded automatic ones remember across prompts what was alike by `key`."""
+        """A draft length; unseeded automatic ones remember across prompts what was alike by `key` (name first)."""
         if isinstance(num_draft_tokens, int) and not isinstance(num_draft_tokens, bool):
             if num_draft_tokens < 0:
                 raise InvalidInput(f"num_draft_tokens is {num_draft_tokens}, expected 0 or more, or 'auto'.")
@@ -558,10 +568,11 @@ class Engine:
             raise InvalidInput(f"num_draft_tokens is {num_draft_tokens!r}, expected a number or 'auto'.")
         if self.drafter is None or self.drafter.model is None or self.target.model is None:
             return FixedLength(0)
+        kind = ConfidentLength if key[0] == "slem" else AutoLength
         if seeded:
-            return AutoLength(self._declared_cost, measure=False)
+            return kind(self._declared_cost, measure=False)
         known = self._lengths.get(key)
-        plan = AutoLength(self._declared_cost, measure=True) if known is None else known.next_text()
+        plan = kind(self._declared_cost, measure=True) if known is None else known.next_text()
         self._lengths[key] = plan
         return plan
 

@@ -6,6 +6,8 @@ The length is fixed before anything of the step is drawn, so it cannot bias the 
 from __future__ import annotations
 
 import copy
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -18,6 +20,11 @@ FIRST_PROBE, LAST_PROBE = 16, 64
 PROMPT_COST = 2.0  # what a small model takes for a prompt over c: more of its time is attention, and waiting
 NEW_TEXT = 0.3  # weight that acceptance in one text has in the next
 PRIOR_SLOPE = 0.02  # what each candidate is taken to add to a pass before the target's times can tell
+PRIOR_TOKENS, PRIOR_STEPS = (
+    2.0,
+    3.0,
+)  # of a step with as many forwards of the drafter; how many steps that counts as
+PRIOR_READING = 1.15  # a pass over candidates in plain ones, before the two were seen
 TIME_COUNT = 1.0  # weight of the other lengths' times in that of each
 PROBE_FORGET = 0.7  # the past counts less at a look: many steps lie between two
 
@@ -179,6 +186,132 @@ class AutoLength:
             self.proposed = self.proposed * FORGET + step.proposed
             self.drafting = self.drafting * FORGET + drafting
         self.passes.add(step.proposed, passing)
+
+
+class ConfidentLength:
+    """For guesses: drafts on while the drafter is sure enough of its tokens.
+
+    The probability that the drafter gives to its own token is close to the probability that the target agrees
+    (SmolLM2-135M for Qwen2.5-Coder-1.5B: within 0.1 in most tenths). With tokens coming at R per unit of time, another
+    candidate is drafted if it is worth its time, `a · Π q_j / R > c`, and a draft is read by the target if
+    `Σ_i Π_{j≤i} q_j / R` is more than what reading it takes over a plain pass. A guess has no law that stopping or
+    throwing away could bias: the target's own draw is what is committed (ALGORITHMS §1, "exact match").
+
+    Args:
+        cost: c, a drafter forward in target passes, as declared (ratio of the weights read).
+        measure: use measured times instead; off where a seed must give the same tokens every time.
+    """
+
+    reason = ""
+
+    def __init__(self, cost: float, measure: bool) -> None:
+        self.cost, self.measure = cost, measure
+        self.plain, self.reading, self.forward = _Mean(), _Mean(), _Mean()  # times
+        self.accepted = _Mean()
+        self.tokens, self.spent = 0.0, 0.0  # of steps that drafted, older ones fading
+        self.plain_steps, self.patience = 0, FIRST_PROBE
+
+    def next_text(self) -> ConfidentLength:
+        """A plan for another text: the costs are known already, what drafting gives is a guess."""
+        plan = copy.deepcopy(self)
+        plan.tokens, plan.spent = NEW_TEXT * self.tokens, NEW_TEXT * self.spent
+        plan.plain_steps, plan.patience = 0, FIRST_PROBE
+        return plan
+
+    def choose(self) -> int:
+        """As many as may be, where drafting has paid; else none, with looks at whether it does by now."""
+        if self._drafting_rate * self._plain_time >= 1:
+            self.patience = FIRST_PROBE
+            return LONGEST
+        if self._forward_time >= self._plain_time:  # not even a draft that is always right would pay
+            return 0
+        self.plain_steps += 1
+        if self.plain_steps < self.patience:
+            return 0
+        self.plain_steps, self.patience = 0, min(2 * self.patience, LAST_PROBE)
+        return LONGEST
+
+    def goes_on(self, sure: Sequence[float]) -> bool:
+        """Whether another candidate is worth drafting after some of these probabilities."""
+        mean = self.accepted.over(PRIOR_ACCEPTANCE, PRIOR_COUNT)
+        time = self._forward_time + PRIOR_SLOPE * self._plain_time
+        return mean * math.prod(sure) > self._rate * time
+
+    def worth_reading(self, sure: Sequence[float]) -> bool:
+        """Whether a draft of these probabilities is worth more than a plain pass is faster."""
+        expected = sum(math.prod(sure[: i + 1]) for i in range(len(sure)))
+        return expected >= self._rate * (self._reading_time - self._plain_time)
+
+    def pays(self, prompt_seconds: float, tokens: int) -> bool:
+        """As `AutoLength.pays`."""
+        if not self.measure:
+            return True
+        if not self.plain.count:
+            return False
+        saved = self._plain_time - 1 / self._drafting_rate
+        return tokens * saved > PROMPT_COST * self.cost * prompt_seconds
+
+    def observe(self, step: Step) -> None:
+        """Updates times and rates; a first step, which reads the prompts, has no usable times."""
+        for i in range(min(step.accepted + 1, step.proposed)):
+            self.accepted.add(float(i < step.accepted))
+        if step.first:
+            return
+        drafting, passing = step.drafter_forwards * self.cost, 1.0
+        if self.measure:
+            drafting, passing = step.drafter_seconds, step.target_seconds
+        (self.reading if step.proposed else self.plain).add(passing)
+        if step.drafter_forwards:
+            self.forward.add(drafting / step.drafter_forwards)
+            keep = FORGET if self.patience == FIRST_PROBE else PROBE_FORGET
+            self.tokens = keep * self.tokens + step.accepted + 1
+            self.spent = keep * self.spent + drafting + passing
+
+    @property
+    def _plain_time(self) -> float:
+        return self.plain.mean if self.plain.count else self.reading.over(1.0) / PRIOR_READING
+
+    @property
+    def _reading_time(self) -> float:
+        known = self.reading.count or not self.measure
+        return self.reading.over(1.0) if known else PRIOR_READING * self._plain_time
+
+    @property
+    def _forward_time(self) -> float:
+        return self.forward.over(self.cost * self._plain_time)
+
+    @property
+    def _drafting_rate(self) -> float:
+        """R while drafting."""
+        prior = self._reading_time + PRIOR_TOKENS * self._forward_time
+        return (self.tokens + PRIOR_STEPS * PRIOR_TOKENS) / (self.spent + PRIOR_STEPS * prior)
+
+    @property
+    def _rate(self) -> float:
+        """R: tokens per unit of time."""
+        return max(self._drafting_rate, 1 / self._plain_time)
+
+
+@dataclass
+class _Mean:
+    """A running mean, older values fading."""
+
+    count: float = 0.0
+    total: float = 0.0
+
+    def add(self, x: float) -> None:
+        """One more value."""
+        self.count, self.total = FORGET * self.count + 1, FORGET * self.total + x
+
+    @property
+    def mean(self) -> float:
+        """Of what was seen."""
+        return self.total / self.count
+
+    def over(self, prior: float, weight: float = 0.0) -> float:
+        """Together with an assumption of some weight; the assumption alone if nothing was seen."""
+        seen = self.count + weight
+        return (self.total + weight * prior) / seen if seen else prior
 
 
 class _PassTimes:

@@ -9,7 +9,15 @@ import numpy as np
 from hetspec.artifact import PairArtifact
 from hetspec.errors import IncompatiblePair, InvalidArtifact, InvalidInput
 from hetspec.parts import KERNEL_PRIORS
-from hetspec.runtime.algorithms import SLEM, Algorithm, DraftSettings, Healing, KernelDraft, LookAhead
+from hetspec.runtime.algorithms import (
+    SLEM,
+    Algorithm,
+    DraftSettings,
+    Healing,
+    KernelDraft,
+    LookAhead,
+    Stopping,
+)
 from hetspec.runtime.boundaries import FirstTarget, LongerTokens
 from hetspec.runtime.bytewise import ByteWalk, BytewiseSLRS, is_bytewise
 from hetspec.runtime.enumerated import EnumeratedSLRS
@@ -80,6 +88,7 @@ class PairTools:
         warping: Warping,
         draft_warping: Warping,
         eos_ids: frozenset[int],
+        stopping: Stopping | None = None,
     ) -> Algorithm:
         """One algorithm by name.
 
@@ -89,6 +98,7 @@ class PairTools:
             prior: which kernel "rdk" uses, or "auto".
             warping, draft_warping: of target and drafter.
             eos_ids: ids that end a draft.
+            stopping: ends drafts of "slem" early.
 
         Raises:
             IncompatiblePair: the pair lacks what the algorithm needs.
@@ -100,6 +110,7 @@ class PairTools:
                 self._drafter.vocabulary,
                 self._target.segmenter,
                 self.longer,
+                stopping,
             )
         settings = DraftSettings(
             mapping=self.map,
