@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from hetspec.runtime.plan import LONGEST, AutoLength, FixedLength, Step
+from hetspec.runtime.plan import LONGEST, AutoLength, ConfidentLength, FixedLength, Step
 
 
 class World:
@@ -150,3 +150,74 @@ def test_a_long_prompt_is_read_for_the_drafter_only_if_that_can_pay():
     assert not hopeless.pays(0.0, 1000)
     assert AutoLength(2.0, measure=False).pays(20.0, 1)  # nothing may follow the clock
     assert FixedLength(3).pays(20.0, 1)
+
+
+class Sure:
+    """Steps of a drafter that knows how often it is right, in target steps."""
+
+    def __init__(self, c, reading=1.0, seed=0):
+        self.c, self.reading = c, reading
+        self.random = np.random.default_rng(seed)
+
+    def draft(self):
+        return self.random.beta(0.8, 0.5, size=LONGEST)
+
+    def step(self, plan, first=False):
+        sure, n = self.draft(), plan.choose()
+        if isinstance(plan, ConfidentLength) and n:
+            n = next((m for m in range(1, n) if not plan.goes_on(list(sure[:m]))), n)
+            read = n if plan.worth_reading(list(sure[:n])) else 0
+        else:
+            read = n
+        right = self.random.random(LONGEST) < sure
+        accepted = min(read, int(np.argmin(np.append(right, False))))
+        jitter = lambda: float(np.exp(0.1 * self.random.normal()))  # noqa: E731
+        target, drafter = (self.reading if read else 1.0) * jitter(), n * self.c * jitter()
+        return Step(first, True, read, accepted, target + drafter, target, drafter, n)
+
+
+def rate_in(world, plan, steps=1500):
+    tokens = cost = 0.0
+    for i in range(steps):
+        step = world.step(plan, first=i == 0)
+        plan.observe(step)
+        tokens, cost = tokens + step.accepted + 1, cost + step.target_seconds + step.drafter_seconds
+    return tokens / cost
+
+
+@pytest.mark.parametrize("reading", [1.0, 1.4])
+@pytest.mark.parametrize("c", [0.05, 0.2])
+@pytest.mark.parametrize("measure", [True, False])
+def test_knowing_how_sure_the_drafter_is_beats_every_fixed_length(c, reading, measure):
+    best = max(rate_in(Sure(c, reading), FixedLength(n)) for n in range(8))
+    assert rate_in(Sure(c, reading), ConfidentLength(c, measure)) > 1.02 * best
+
+
+@pytest.mark.parametrize("declared", [0.1, 0.7, 1.5])
+def test_where_drafting_does_not_pay_sureness_costs_little(declared):
+    assert rate_in(Sure(0.9, 1.4), ConfidentLength(declared, measure=True)) > 0.97
+
+
+def test_a_draft_that_is_not_worth_reading_is_thrown_away():
+    plan = ConfidentLength(0.1, measure=True)
+    for n, seconds in ((0, 1.0), (2, 1.5)) * 4:
+        plan.observe(Step(False, True, n, 0, seconds + 0.1 * n, seconds, 0.1 * n, n))
+    assert not plan.worth_reading([0.2])
+    assert plan.worth_reading([0.9, 0.8])
+    assert not plan.goes_on([0.9, 0.02])
+    assert plan.goes_on([0.9, 0.9])
+    carried = plan.next_text()
+    assert not carried.worth_reading([0.2])  # costs are known in the next text
+    assert carried.tokens < plan.tokens
+
+
+def test_what_guesses_know_of_prompts():
+    plan = ConfidentLength(0.1, measure=True)
+    assert not plan.pays(20.0, 1000)
+    world = Sure(0.1)
+    for i in range(40):
+        plan.observe(world.step(plan, first=i == 0))
+    plan.observe(Step(False, False, 0, 0, 1.0, 1.0, 0.0, 0))
+    assert plan.pays(20.0, 40)
+    assert not plan.pays(20.0, 2)
+    assert ConfidentLength(0.1, measure=False).pays(20.0, 1)
