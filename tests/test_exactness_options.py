@@ -219,6 +219,31 @@ def test_guesses_that_end_early_or_are_thrown_away_are_exact(seed):
     assert any(not proposal.ids for proposal in seen)
 
 
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("method", ["token", "block"])
+@pytest.mark.parametrize("make", [e.tli, e.slrs])
+def test_drafts_that_end_after_an_unlikely_candidate_are_exact(make, method, seed):
+    plans, lengths = [], set()
+
+    def confident(*arguments):
+        plans.append(ConfidentLength(0.2, measure=False))
+        algorithm = make(*arguments)
+        algorithm.stopping = plans[-1]
+        honest = algorithm.propose
+
+        def propose(*more):
+            proposal = honest(*more)
+            lengths.add(len(proposal.ids))
+            return proposal
+
+        algorithm.propose = propose
+        return algorithm
+
+    law = run_law(confident, seed, 3, plan=lambda: plans[-1], method=method)
+    assert total_variation(law, e.truth(seed, n=3)) < 1e-9
+    assert len(lengths) > 1
+
+
 class ShortenedByTheDraw(FollowsThePast):
     """The length of the *present* step follows what was drawn in it."""
 

@@ -677,10 +677,12 @@ def test_a_long_prompt_is_not_read_for_the_drafter_where_that_would_not_pay(
 ):
     asked = []
     monkeypatch.setattr(decode, "LONG_PROMPT", 100)
-    monkeypatch.setattr(plans.AutoLength, "choose", lambda _: 2)
+    monkeypatch.setattr(plans.ConfidentLength, "choose", lambda _: 2)
     prompt = tiny.target_tokenizer.encode(CODE).ids[:100]
     for pays in (False, True):
-        monkeypatch.setattr(plans.AutoLength, "pays", lambda _, *seen, pays=pays: asked.append(seen) or pays)
+        monkeypatch.setattr(
+            plans.ConfidentLength, "pays", lambda _, *seen, pays=pays: asked.append(seen) or pays
+        )
         out = engine.generate(prompt, algorithm=algorithm, max_new_tokens=6, eos_token_id=[])
         assert out.new_ids == plain(tiny.target, prompt, 6)
         assert (out.stats.drafter_forwards > 0) == pays

@@ -399,7 +399,7 @@ class Engine:
         if name == "auto":
             plan = chosen = self._auto(form, task, draft_warping, length, seeded=seeded)
         else:
-            plan = self._plan(length, (name, form, task.warping, draft_warping), seeded=seeded)
+            plan = self._plan(length, name, form, task, draft_warping, seeded=seeded)
             chosen = self._algorithm(name, form, task, draft_warping, plan, drafting.prior, drafting.verify)
         drafter = None if chosen.name == "none" or self.drafter is None else self.drafter.model
         target, static = self.target.model, None
@@ -536,8 +536,7 @@ class Engine:
         key = (task.warping, draft_warping, form, num_draft_tokens)
         records: dict[str, Record] = {} if seeded else self._records.setdefault(key, {})
         plans = [
-            self._plan(num_draft_tokens, (name, form, task.warping, draft_warping), seeded=seeded)
-            for name in names
+            self._plan(num_draft_tokens, name, form, task, draft_warping, seeded=seeded) for name in names
         ]
         return AutoChoice(
             [
@@ -558,19 +557,31 @@ class Engine:
         assert self.target.model is not None
         return self.drafter.model.weight_bytes / self.target.model.weight_bytes
 
-    def _plan(self, num_draft_tokens: int | str, key: tuple[Any, ...], *, seeded: bool) -> DraftLength:
-        """A draft length; unseeded automatic ones remember across prompts what was alike by `key` (name first)."""
+    def _plan(
+        self,
+        num_draft_tokens: int | str,
+        name: str,
+        form: str,
+        task: Task,
+        draft_warping: Warping,
+        *,
+        seeded: bool,
+    ) -> DraftLength:
+        """The draft length of an algorithm; unseeded automatic ones remember across prompts."""
         if isinstance(num_draft_tokens, int) and not isinstance(num_draft_tokens, bool):
             if num_draft_tokens < 0:
                 raise InvalidInput(f"num_draft_tokens is {num_draft_tokens}, expected 0 or more, or 'auto'.")
             return FixedLength(num_draft_tokens)
         if num_draft_tokens != "auto":
             raise InvalidInput(f"num_draft_tokens is {num_draft_tokens!r}, expected a number or 'auto'.")
-        if self.drafter is None or self.drafter.model is None or self.target.model is None:
+        if name == "none" or self.drafter is None or self.pair is None:
             return FixedLength(0)
-        kind = ConfidentLength if key[0] == "slem" else AutoLength
+        # A recorded step has one length, whatever comes out in it.
+        recorded = self._statics is not None and name != "slem"
+        kind = ConfidentLength if not recorded and self._tools.tells(name, form) else AutoLength
         if seeded:
             return kind(self._declared_cost, measure=False)
+        key = (name, form, task.warping, draft_warping)
         known = self._lengths.get(key)
         plan = kind(self._declared_cost, measure=True) if known is None else known.next_text()
         self._lengths[key] = plan

@@ -189,13 +189,14 @@ class AutoLength:
 
 
 class ConfidentLength:
-    """For guesses: drafts on while the drafter is sure enough of its tokens.
+    """Drafts on while the drafter is sure enough of its tokens.
 
-    The probability that the drafter gives to its own token is close to the probability that the target agrees
-    (SmolLM2-135M for Qwen2.5-Coder-1.5B: within 0.1 in most tenths). With tokens coming at R per unit of time, another
-    candidate is drafted if it is worth its time, `a · Π q_j / R > c`, and a draft is read by the target if
-    `Σ_i Π_{j≤i} q_j / R` is more than what reading it takes over a plain pass. A guess has no law that stopping or
-    throwing away could bias: the target's own draw is what is committed (ALGORITHMS §1, "exact match").
+    The probability that a drafter gives to its likeliest token is close to the probability that the target agrees
+    (SmolLM2-135M for Qwen2.5-Coder-1.5B, greedy: within 0.1 in most tenths). With tokens coming at R per unit of time,
+    another candidate is drafted if it is worth its time, `a · Π_j a_j / R > c`, a_j the probability that candidate j is
+    accepted, and guesses are read by the target if `Σ_i Π_{j≤i} a_j / R` is more than what reading them takes over a
+    plain pass. A draft may end *after* any candidate, which is then judged like others (ALGORITHMS §1); only guesses,
+    which have no law, may be thrown away.
 
     Args:
         cost: c, a drafter forward in target passes, as declared (ratio of the weights read).
@@ -206,7 +207,7 @@ class ConfidentLength:
 
     def __init__(self, cost: float, measure: bool) -> None:
         self.cost, self.measure = cost, measure
-        self.plain, self.reading, self.forward = _Mean(), _Mean(), _Mean()  # times
+        self.plain, self.reading, self.candidate = _Mean(), _Mean(), _Mean()  # times
         self.accepted = _Mean()
         self.tokens, self.spent = 0.0, 0.0  # of steps that drafted, older ones fading
         self.plain_steps, self.patience = 0, FIRST_PROBE
@@ -223,7 +224,7 @@ class ConfidentLength:
         if self._drafting_rate * self._plain_time >= 1:
             self.patience = FIRST_PROBE
             return LONGEST
-        if self._forward_time >= self._plain_time:  # not even a draft that is always right would pay
+        if self._candidate_time >= self._plain_time:  # not even a draft that is always right would pay
             return 0
         self.plain_steps += 1
         if self.plain_steps < self.patience:
@@ -234,7 +235,7 @@ class ConfidentLength:
     def goes_on(self, sure: Sequence[float]) -> bool:
         """Whether another candidate is worth drafting after some of these probabilities."""
         mean = self.accepted.over(PRIOR_ACCEPTANCE, PRIOR_COUNT)
-        time = self._forward_time + PRIOR_SLOPE * self._plain_time
+        time = self._candidate_time + PRIOR_SLOPE * self._plain_time
         return mean * math.prod(sure) > self._rate * time
 
     def worth_reading(self, sure: Sequence[float]) -> bool:
@@ -262,7 +263,7 @@ class ConfidentLength:
             drafting, passing = step.drafter_seconds, step.target_seconds
         (self.reading if step.proposed else self.plain).add(passing)
         if step.drafter_forwards:
-            self.forward.add(drafting / step.drafter_forwards)
+            self.candidate.add(drafting / (step.proposed or step.drafter_forwards))
             keep = FORGET if self.patience == FIRST_PROBE else PROBE_FORGET
             self.tokens = keep * self.tokens + step.accepted + 1
             self.spent = keep * self.spent + drafting + passing
@@ -277,13 +278,13 @@ class ConfidentLength:
         return self.reading.over(1.0) if known else PRIOR_READING * self._plain_time
 
     @property
-    def _forward_time(self) -> float:
-        return self.forward.over(self.cost * self._plain_time)
+    def _candidate_time(self) -> float:
+        return self.candidate.over(self.cost * self._plain_time)
 
     @property
     def _drafting_rate(self) -> float:
         """R while drafting."""
-        prior = self._reading_time + PRIOR_TOKENS * self._forward_time
+        prior = self._reading_time + PRIOR_TOKENS * self._candidate_time
         return (self.tokens + PRIOR_STEPS * PRIOR_TOKENS) / (self.spent + PRIOR_STEPS * prior)
 
     @property

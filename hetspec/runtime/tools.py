@@ -98,7 +98,7 @@ class PairTools:
             prior: which kernel "rdk" uses, or "auto".
             warping, draft_warping: of target and drafter.
             eos_ids: ids that end a draft.
-            stopping: ends drafts of "slem" early.
+            stopping: ends drafts early, where the algorithm can tell how sure it is (`tells`).
 
         Raises:
             IncompatiblePair: the pair lacks what the algorithm needs.
@@ -127,9 +127,9 @@ class PairTools:
                     f"the vocabularies of {self._pair.target.name} and {self._pair.drafter.name} share no token.",
                     "Use the algorithm slem, which needs no shared token.",
                 )
-            return KernelDraft("tli", self.intersection, settings)
+            return KernelDraft("tli", self.intersection, settings, stopping=stopping)
         if name == "rdk":
-            return KernelDraft("rdk", self.redistribution(self.rdk_prior(prior)), settings)
+            return KernelDraft("rdk", self.redistribution(self.rdk_prior(prior)), settings, stopping=stopping)
         form = self.form(form)
         if form == "bytes":
             return BytewiseSLRS(ByteWalk(settings, *self.stops))
@@ -137,14 +137,19 @@ class PairTools:
         if form == "enumerated":
             return EnumeratedSLRS(settings, self._target.segmenter)
         if form == "first":
-            return KernelDraft("slrs", kernel, settings)
+            return KernelDraft("slrs", kernel, settings, stopping=stopping)
         return KernelDraft(
             "slrs",
             kernel,
             settings,
             LookAhead(self.first, self.certainty),
             Healing(self.longer, self._drafter.vocabulary),
+            stopping,
         )
+
+    def tells(self, name: str, form: str) -> bool:
+        """Whether an algorithm can tell how likely its candidates are to be accepted."""
+        return name in ("slem", "tli", "rdk") or self.form(form) in ("lookahead", "first")
 
     def form(self, asked: str) -> str:
         """The form of SLRS: "auto" is "bytes" where the drafter writes bytes and the pair has a stop table."""
