@@ -7,7 +7,9 @@ import dataclasses
 import numpy as np
 import pytest
 
-from hetspec.runtime.plan import LONGEST, AutoLength, ConfidentLength, FixedLength, Step
+from hetspec.runtime import attention
+from hetspec.runtime.plan import LONGEST, LONGEST_AUTO, AutoLength, ConfidentLength, FixedLength, Step
+from hetspec.runtime.weights import WIDE
 
 
 class World:
@@ -196,6 +198,13 @@ def test_knowing_how_sure_the_drafter_is_beats_every_fixed_length(c, reading, me
 @pytest.mark.parametrize("declared", [0.1, 0.7, 1.5])
 def test_where_drafting_does_not_pay_sureness_costs_little(declared):
     assert rate_in(Sure(0.9, 1.4), ConfidentLength(declared, measure=True)) > 0.97
+
+
+def test_the_longest_draft_is_still_a_short_read():
+    assert attention.MOST == LONGEST_AUTO + 1 < WIDE
+    plan = ConfidentLength(0.01, measure=False)
+    assert plan.choose() == LONGEST_AUTO
+    assert AutoLength(1e-6, measure=False).choose() <= LONGEST_AUTO
 
 
 def test_a_draft_that_is_not_worth_reading_is_thrown_away():

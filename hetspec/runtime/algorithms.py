@@ -47,7 +47,7 @@ class Algorithm(Protocol):
         Args:
             context: the drafter's row; drafted tokens are left in it.
             behind: the last few committed target ids.
-            n: draft length.
+            n: draft length; with a `Stopping` at most so many candidates.
             rng: the source of every draw.
         """
 
@@ -143,9 +143,9 @@ class SLEM:
         if not whole:
             return Proposal(end)
         started = time.perf_counter()
-        candidates = self.segmenter.encode_after(self._bytes_behind(behind), whole)
+        candidates = self.segmenter.encode_after(self._bytes_behind(behind), whole) + end
         context.align_seconds += time.perf_counter() - started
-        return Proposal(candidates + end)
+        return Proposal(candidates if self.stopping is None else candidates[:n])
 
     def _best(self, logits: Tensor) -> tuple[int, float]:
         """The drafter's likeliest token after logits [V_d], and its probability (1 where nobody asks for it)."""

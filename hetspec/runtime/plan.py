@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-LONGEST = 16
+LONGEST = 16  # that can be asked of a recorded step
+LONGEST_AUTO = 15  # chosen by itself: its pass is still a short read (`attention.MOST`, `weights.WIDE`)
 PRIOR_ACCEPTANCE, PRIOR_COUNT = 0.6, 8.0  # what is assumed before anything was seen, and its weight
 POSITION_COUNT = 8.0  # weight of the mean acceptance in that of each position
 FORGET = 0.95  # weight kept by the past at each step
@@ -126,7 +127,7 @@ class AutoLength:
 
     def choose(self) -> int:
         """The best length for the present estimates."""
-        best = max(range(LONGEST + 1), key=self.rate)
+        best = max(range(LONGEST_AUTO + 1), key=self.rate)
         if best:
             self.patience = FIRST_PROBE
             return best
@@ -144,7 +145,7 @@ class AutoLength:
             return True
         if not self.passes.seen:
             return False
-        saved = self.passes(0) - 1 / max(map(self.rate, range(1, LONGEST + 1)))
+        saved = self.passes(0) - 1 / max(map(self.rate, range(1, LONGEST_AUTO + 1)))
         return tokens * saved > PROMPT_COST * self.cost * prompt_seconds
 
     def rate(self, n: int) -> float:
@@ -223,14 +224,14 @@ class ConfidentLength:
         """As many as may be, where drafting has paid; else none, with looks at whether it does by now."""
         if self._drafting_rate * self._plain_time >= 1:
             self.patience = FIRST_PROBE
-            return LONGEST
+            return LONGEST_AUTO
         if self._candidate_time >= self._plain_time:  # not even a draft that is always right would pay
             return 0
         self.plain_steps += 1
         if self.plain_steps < self.patience:
             return 0
         self.plain_steps, self.patience = 0, min(2 * self.patience, LAST_PROBE)
-        return LONGEST
+        return LONGEST_AUTO
 
     def goes_on(self, sure: Sequence[float]) -> bool:
         """Whether another candidate is worth drafting after some of these probabilities."""
