@@ -271,7 +271,8 @@ class ConfidentLength:
 
     @property
     def _plain_time(self) -> float:
-        return self.plain.mean if self.plain.count else self.reading.over(1.0) / PRIOR_READING
+        known = self.plain.count or not self.measure
+        return self.plain.over(1.0) if known else self.reading.over(1.0) / PRIOR_READING
 
     @property
     def _reading_time(self) -> float:
@@ -304,11 +305,6 @@ class _Mean:
     def add(self, x: float) -> None:
         """One more value."""
         self.count, self.total = FORGET * self.count + 1, FORGET * self.total + x
-
-    @property
-    def mean(self) -> float:
-        """Of what was seen."""
-        return self.total / self.count
 
     def over(self, prior: float, weight: float = 0.0) -> float:
         """Together with an assumption of some weight; the assumption alone if nothing was seen."""
