@@ -225,8 +225,8 @@ def test_guesses_that_end_early_or_are_thrown_away_are_exact(seed):
 def test_drafts_that_end_after_an_unlikely_candidate_are_exact(make, method, seed):
     plans, lengths = [], set()
 
-    def confident(*arguments):
-        plans.append(ConfidentLength(0.2, measure=False))
+    def confident(cost, *arguments):
+        plans.append(ConfidentLength(cost, measure=False))
         algorithm = make(*arguments)
         algorithm.stopping = plans[-1]
         honest = algorithm.propose
@@ -239,8 +239,10 @@ def test_drafts_that_end_after_an_unlikely_candidate_are_exact(make, method, see
         algorithm.propose = propose
         return algorithm
 
-    law = run_law(confident, seed, 3, plan=lambda: plans[-1], method=method)
-    assert total_variation(law, e.truth(seed, n=3)) < 1e-9
+    for cost in (0.1, 0.2, 0.3):
+        made = functools.partial(confident, cost)
+        law = run_law(made, seed, 3, plan=lambda: plans[-1], method=method)
+        assert total_variation(law, e.truth(seed, n=3)) < 1e-9
     assert len(lengths) > 1
 
 
