@@ -127,7 +127,7 @@ def generate(
     ] = None,
     draft_top_k: Annotated[int, typer.Option(min=0)] = 0,
     draft_top_p: Annotated[float, typer.Option()] = 1.0,
-    draft_window: Annotated[int, typer.Option(min=64, help="Tokens the drafter sees at most.")] = 2048,
+    draft_window: Annotated[int, typer.Option(min=512, help="Tokens the drafter sees at most.")] = 2048,
     generation_config: Annotated[
         Path | None, typer.Option(help="A generation_config.json or its directory; default: the target's.")
     ] = None,

@@ -6,7 +6,14 @@ import copy
 
 import pytest
 import torch
-from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 from hetspec.runtime import attention
 from hetspec.runtime.attention import MOST, STEPWISE, target_view
@@ -184,15 +191,28 @@ def test_blocks_of_a_prompt_are_causal_attention(n, scale):
     torch.testing.assert_close(found, expected.transpose(1, 2))
 
 
+@pytest.mark.parametrize("weights", ["own", "packed", "int8"])
 @pytest.mark.parametrize("make", [llama, windowed])
-def test_a_drafter_reads_its_prompt_in_blocks_where_all_is_seen(make, monkeypatch):
+def test_a_drafter_reads_its_prompt_in_blocks_where_all_is_seen(make, weights, monkeypatch):
     torch.manual_seed(0)
     model = make().bfloat16().eval()
     calls = []
     honest = attention.blocked
     monkeypatch.setattr(attention, "blocked", lambda *a: calls.append(a) or honest(*a))
-    found = CachedModel(model, role="drafter").new_row().forward(TEXT, len(TEXT)).float()
+    drafter = CachedModel(model, role="drafter", weights=weights)
+    found = drafter.new_row().forward(TEXT, len(TEXT)).float()
     assert len(calls) == {llama: 3, windowed: 1}[make]  # of Gemma's seven layers one has no window
     usual = CachedModel(model).new_row().forward(TEXT, len(TEXT)).float()
     exact = CachedModel(copy.deepcopy(model).float()).new_row().forward(TEXT, len(TEXT))
     assert (found - exact).abs().mean() < 1.5 * (usual - exact).abs().mean()
+
+
+def test_a_drafter_with_biased_keys_reads_its_prompt_as_usual(monkeypatch):
+    torch.manual_seed(0)
+    model = Qwen2ForCausalLM(Qwen2Config(num_hidden_layers=2, **SHAPE)).bfloat16().eval()
+    for layer in model.model.layers:  # scores of some thousands, as Qwen2 models have them
+        torch.nn.init.normal_(layer.self_attn.q_proj.bias, 0, 20)
+        torch.nn.init.normal_(layer.self_attn.k_proj.bias, 0, 20)
+    monkeypatch.delattr(attention, "blocked")
+    found = CachedModel(model, role="drafter", weights="packed").new_row().forward(TEXT, len(TEXT))
+    assert torch.equal(found, CachedModel(model).new_row().forward(TEXT, len(TEXT)))

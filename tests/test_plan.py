@@ -204,7 +204,13 @@ def test_the_longest_draft_is_still_a_short_read():
     assert attention.MOST == LONGEST_AUTO + 1 < WIDE
     plan = ConfidentLength(0.01, measure=False)
     assert plan.choose() == LONGEST_AUTO
-    assert AutoLength(1e-6, measure=False).choose() <= LONGEST_AUTO
+    certain = AutoLength(1e-6, measure=False)
+    for _ in range(200):
+        certain.observe(Step(False, True, LONGEST_AUTO, LONGEST_AUTO, 1.0, 1.0, 0.0, LONGEST_AUTO))
+    assert certain.choose() == LONGEST_AUTO
+    recorded = AutoLength(1e-6, measure=False, longest=LONGEST)
+    recorded.accepted, recorded.judged = [99.0] * LONGEST, [100.0] * LONGEST
+    assert recorded.choose() == LONGEST
 
 
 def test_a_draft_that_is_not_worth_reading_is_thrown_away():
@@ -217,7 +223,7 @@ def test_a_draft_that_is_not_worth_reading_is_thrown_away():
     assert plan.goes_on([0.9, 0.9])
     carried = plan.next_text()
     assert not carried.worth_reading([0.2])  # costs are known in the next text
-    assert carried.tokens < plan.tokens
+    assert carried.done[0] < plan.done[0]
 
 
 def test_what_guesses_know_of_prompts():
@@ -230,3 +236,35 @@ def test_what_guesses_know_of_prompts():
     assert plan.pays(20.0, 40)
     assert not plan.pays(20.0, 2)
     assert ConfidentLength(0.1, measure=False).pays(20.0, 1)
+
+
+@pytest.mark.parametrize("part", ["target", "drafter"])
+@pytest.mark.parametrize("when", [1, 30])
+def test_an_interruption_is_not_remembered_for_long(part, when):
+    world, plan, drafted, read = Sure(0.1, 1.2), ConfidentLength(0.1, measure=True), 0, 0
+    for i in range(400):
+        step = world.step(plan, first=i == 0)
+        if i == when:
+            longer = {"target_seconds": 300.0} if part == "target" else {"drafter_seconds": 300.0}
+            step = dataclasses.replace(step, **longer)
+        plan.observe(step)
+        drafted += i >= 200 and step.drafter_forwards > 0
+        read += i >= 200 and step.proposed > 0
+    assert drafted > 190
+    assert read > 120
+    plan = plan.next_text()
+    assert plan.choose() == LONGEST_AUTO
+
+
+def test_looks_at_whether_drafting_pays_are_read_and_never_end():
+    plan, read = ConfidentLength(0.6, measure=True), []
+    for i in range(1000):
+        n = plan.choose()
+        right = i >= 500  # then the drafter begins to be always right
+        proposed = 1 if n and plan.worth_reading([0.3]) else 0
+        plan.observe(Step(False, True, proposed, int(right and n), 0, 1.0, 0.9 * bool(n), int(n > 0)))
+        if n:
+            read.append(proposed)
+    assert len(read) > 15
+    assert all(read)
+    assert ConfidentLength(1.0, measure=True).choose() == 0

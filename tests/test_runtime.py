@@ -15,7 +15,7 @@ from hetspec.artifact import PairArtifact, TokenizerIdentity
 from hetspec.errors import GenerationError, IncompatiblePair, InvalidInput, StaleArtifact, UnsupportedModel
 from hetspec.prep.affinity import cosegment
 from hetspec.prep.intersect import build_map
-from hetspec.runtime import decode
+from hetspec.runtime import decode, request
 from hetspec.runtime import plan as plans
 from hetspec.runtime.engine import Engine
 from hetspec.segment import Segmenter
@@ -564,7 +564,8 @@ def test_a_long_prompt_of_the_drafters_own_slides_too(tiny):
 
 
 @pytest.mark.parametrize("algorithm", ["slem", "tli", "slrs"])
-def test_a_drafter_sees_no_more_than_its_window(tiny, engine, algorithm):
+def test_a_drafter_sees_no_more_than_its_window(tiny, engine, algorithm, monkeypatch):
+    monkeypatch.setattr(request, "LEAST_WINDOW", 64)
     ids = tiny.target_tokenizer.encode(CODE).ids[:200]
     options = {"algorithm": algorithm, "num_draft_tokens": 3, "eos_token_id": []}
     decoder = engine.decoder(ids, **options, max_new_tokens=40, draft_window=64)
@@ -578,8 +579,26 @@ def test_a_drafter_sees_no_more_than_its_window(tiny, engine, algorithm):
     assert decoder.stats.proposed > 30
     wide = engine.decoder(ids, **options, draft_window=2048).context
     assert wide.unread == len(wide.ids) > 200
-    with pytest.raises(InvalidInput, match="draft_window is 10, expected 64 or more"):
-        engine.generate(ids, draft_window=10)
+    for window in (10, None):
+        with pytest.raises(InvalidInput, match=f"draft_window is {window}, expected 64 or more"):
+            engine.generate(ids, draft_window=window)
+
+
+def test_reading_again_what_a_full_window_keeps_is_not_a_usual_step(tiny, engine, monkeypatch):
+    monkeypatch.setattr(request, "LEAST_WINDOW", 64)
+    monkeypatch.setattr(decode, "REREAD", 16)
+    ids = tiny.target_tokenizer.encode(CODE).ids[:100]
+    decoder = engine.decoder(ids, algorithm="slem", num_draft_tokens=3, max_new_tokens=60, draft_window=64)
+    steps = []
+    monkeypatch.setattr(decoder.plan, "observe", steps.append)
+    read = []
+    while not decoder.done:
+        before = decoder.context.row.tokens_fed
+        decoder.step()
+        read.append(decoder.context.row.tokens_fed - before)
+    first = [step.first for step in steps]
+    assert first == [i == 0 or n > 20 for i, n in enumerate(read)]
+    assert sum(first) > 1
 
 
 def test_role_ids_in_padded_rows_do_no_harm(tiny):
@@ -686,7 +705,7 @@ def test_a_long_prompt_is_not_read_for_the_drafter_where_that_would_not_pay(
         out = engine.generate(prompt, algorithm=algorithm, max_new_tokens=6, eos_token_id=[])
         assert out.new_ids == plain(tiny.target, prompt, 6)
         assert (out.stats.drafter_forwards > 0) == pays
-        assert (out.stats.choice == "plain: drafting would not pay") == (not pays)
+        assert (out.stats.choice == decode.UNREAD) == (not pays)
     assert asked[0][0] == float("inf")  # before the target has read it
     assert asked[0][1] == 6
     asked.clear()

@@ -37,7 +37,7 @@ BEHIND_TOKENS = 8  # committed target tokens that are re-tokenised with a SLEM d
 
 
 class Algorithm(Protocol):
-    """Proposes candidates; stateless between steps."""
+    """Proposes candidates; stateless between steps, but for a `Stopping`."""
 
     name: str
 
@@ -50,6 +50,19 @@ class Algorithm(Protocol):
             n: draft length; with a `Stopping` at most so many candidates.
             rng: the source of every draw.
         """
+
+
+class Stopping(Protocol):
+    """Ends drafts by how likely each of their tokens is to be accepted, as far as the drafter can tell.
+
+    A draft may end after any candidate, which is then judged like others. Only guesses may be thrown away.
+    """
+
+    def goes_on(self, sure: Sequence[float]) -> bool:
+        """Whether to draft another token after those of these probabilities."""
+
+    def worth_reading(self, sure: Sequence[float]) -> bool:
+        """Whether the target is to read guesses of these probabilities at all."""
 
 
 # -- none ----------------------------------------------------------------------------------------------------
@@ -66,19 +79,6 @@ class Plain:
 
 
 # -- SLEM ----------------------------------------------------------------------------------------------------
-
-
-class Stopping(Protocol):
-    """Ends drafts by how likely each of their tokens is to be accepted, as far as the drafter can tell.
-
-    A draft may end after any candidate, which is then judged like others. Only guesses may be thrown away.
-    """
-
-    def goes_on(self, sure: Sequence[float]) -> bool:
-        """Whether to draft another token after those of these probabilities."""
-
-    def worth_reading(self, sure: Sequence[float]) -> bool:
-        """Whether the target is to read guesses of these probabilities at all."""
 
 
 class SLEM:
@@ -243,12 +243,13 @@ class KernelDraft:
             if not total > 0:
                 break
             pi = laws.truncate(pi / total, s.warping)
+            share = min(total, 1.0)  # of q that the kernel has a place for
             # 2. The candidate.
             t = int(pi.argmax()) if s.warping.greedy else rng.categorical(pi)
             ids.append(t)
             proposal_laws.append(pi)
             least = 0.0 if s.warping.greedy else LEAST_SURE
-            sure.append(least + (1 - least) * float(pi[t]))
+            sure.append(least + (1 - least) * share * float(pi[t]))
             if t in s.eos_ids or len(ids) == n:
                 break
             if self.stopping is not None and not self.stopping.goes_on(sure):

@@ -124,9 +124,13 @@ def blocked(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> T
 def drafter_attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
-    """`blocked` for prompts, `grouped` for short reads; arguments as in `stepwise_attention`."""
+    """`blocked` for prompts, `grouped` for short reads; arguments as in `stepwise_attention`.
+
+    Biases of the keys (Qwen2) can make scores of some thousands, which half precision cannot tell apart.
+    """
     whole = query.shape[2] == key.shape[2] > MOST
-    if whole and attention_mask is None and _ordinary(module, options):
+    biased = getattr(getattr(module, "k_proj", None), "bias", None) is not None
+    if whole and attention_mask is None and not biased and _ordinary(module, options):
         return blocked(query, key, value, options.get("scaling")), None
     return grouped_attention(module, query, key, value, attention_mask, **options)
 

@@ -18,7 +18,7 @@ from hetspec.vocab import Vocabulary
 
 # Tokens a drafter sees at most unless told otherwise. SmolLM2-135M takes 30 s on one core to read 7,500 tokens, and
 # proposes no better for it than after the last 1,000.
-DRAFT_WINDOW, LEAST_WINDOW = 2048, 64
+DRAFT_WINDOW, LEAST_WINDOW = 2048, 512
 BACK_TOKENS = 8  # how far re-encoding may go back to reach the start of a word
 SPACES = b" \t\n\r"
 
@@ -225,7 +225,7 @@ class DrafterContext:
         return max(2, (self.window - self._sticky) // 2)
 
     def _slide(self) -> None:
-        """Forgets the oldest half of the committed text; what begins every text, and the drafted tokens, stay."""
+        """Forgets all but half a window of the committed text; what begins every text, and drafted tokens, stay."""
         dropped = min(len(self.ids) - self._sticky - self._kept, self._committed - self._sticky - 1)
         if dropped <= 0:
             return

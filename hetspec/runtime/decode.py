@@ -23,6 +23,8 @@ from hetspec.runtime.rng import Rng
 from hetspec.runtime.verify import Proposal, Rows, Verdict, verify
 from hetspec.vocab import Vocabulary
 
+UNREAD = "plain: reading the prompt with the drafter would not pay"
+REREAD = 64  # more tokens than forwards: the drafter has read what a full window keeps once more
 LONG_PROMPT = 512  # tokens; reading a shorter one with the drafter costs no more than a few steps
 
 
@@ -178,6 +180,7 @@ class Decoder:
         self.ids = list(prompt)
         self.prompt_length = len(prompt)
         self._prompt_seconds = math.inf  # until it is read
+        self._unread = False  # whether the drafter was kept from the prompt
         self.stats = DecodeStats()
         if context is not None:
             self.stats.total_seconds = context.align_seconds  # of the prompt
@@ -214,7 +217,9 @@ class Decoder:
         after = self._readings()
         self.plan.observe(
             Step(
-                first=self.stats.steps == 1 or (drafted and not before[2]),
+                first=self.stats.steps == 1
+                or (drafted and not before[2])
+                or after[3] - before[3] > after[2] - before[2] + REREAD,
                 drafted=drafted,
                 proposed=len(proposal.ids),
                 accepted=verdict.accepted,
@@ -226,8 +231,7 @@ class Decoder:
         )
         if self.stats.steps == 1:
             self._prompt_seconds = self.target.seconds
-        unread = self.context is not None and not self.context.row.length
-        self.stats.choice = "plain: drafting would not pay" if unread else self.plan.reason
+        self.stats.choice = UNREAD if self._unread else self.plan.reason
         return committed
 
     def _drafts(self, room: int) -> bool:
@@ -236,7 +240,9 @@ class Decoder:
             return False
         if self.context.row.length or self.prompt_length < LONG_PROMPT:
             return True
-        return self.plan.pays(self._prompt_seconds * self.context.unread / self.prompt_length, room)
+        share = self.context.unread / self.prompt_length
+        self._unread = not self.plan.pays(self._prompt_seconds * share, room)
+        return not self._unread
 
     def _judged(self, room: int, drafted: bool) -> tuple[Proposal, Verdict, Rows, Tensor]:
         """Drafts, reads with the target and judges; (candidates, verdict, processed rows, raw logits)."""
@@ -252,12 +258,12 @@ class Decoder:
         self.stats.seconds["verify"] += time.perf_counter() - verifying
         return proposal, verdict, rows, logits
 
-    def _readings(self) -> tuple[float, float, int]:
-        """Seconds of the target and of the drafter so far, and the drafter's forwards."""
+    def _readings(self) -> tuple[float, float, int, int]:
+        """Seconds of the target and of the drafter so far, and the drafter's forwards and tokens."""
         if self.context is None:
-            return self.target.seconds, 0.0, 0
+            return self.target.seconds, 0.0, 0, 0
         row = self.context.row
-        return self.target.seconds, row.seconds, row.forwards
+        return self.target.seconds, row.seconds, row.forwards, row.tokens_fed
 
     def _propose(self, most: int) -> Proposal:
         """Candidates for this step, at most `most` of them."""

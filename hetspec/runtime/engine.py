@@ -30,7 +30,7 @@ from hetspec.runtime.decode import Decoder, DecodeStats
 from hetspec.runtime.laws import Warping
 from hetspec.runtime.models import Row
 from hetspec.runtime.options import Options, from_generation_config
-from hetspec.runtime.plan import AutoLength, ConfidentLength, DraftLength, FixedLength
+from hetspec.runtime.plan import LONGEST, AutoLength, ConfidentLength, DraftLength, FixedLength
 from hetspec.runtime.processors import (
     CountPenalty,
     Criterion,
@@ -285,8 +285,8 @@ class Engine:
             generator: a CPU generator to draw from instead.
             rng: replaces the source of every draw.
             draft_temperature, draft_top_k, draft_top_p: the drafter's; by default the target's temperature.
-            draft_window: tokens the drafter sees at most; when they are full the older half is forgotten. A longer
-                past costs more time than it gains candidates (the target always sees everything). In fixed shapes the
+            draft_window: tokens the drafter sees at most; when they are full, half as many stay. A longer past
+                costs more time than it gains candidates (the target always sees everything). In fixed shapes the
                 drafter's own limit holds.
             drafter_inputs: a prompt of the drafter's own (text, ids or a chat).
             logits_processor, stopping_criteria: the user's own, called with (ids [1, S], scores [1, V]) on the CPU for
@@ -576,9 +576,11 @@ class Engine:
             raise InvalidInput(f"num_draft_tokens is {num_draft_tokens!r}, expected a number or 'auto'.")
         if name == "none" or self.drafter is None or self.pair is None:
             return FixedLength(0)
-        # A recorded step has one length, whatever comes out in it.
-        recorded = self._statics is not None and name != "slem"
-        kind = ConfidentLength if not recorded and self._tools.tells(name, form) else AutoLength
+        if (
+            self._statics is not None and name != "slem"
+        ):  # a recorded step has one length, whatever comes out in it
+            return AutoLength(self._declared_cost, measure=False, longest=LONGEST)
+        kind = ConfidentLength if self._tools.tells(name, form) else AutoLength
         if seeded:
             return kind(self._declared_cost, measure=False)
         key = (name, form, task.warping, draft_warping)

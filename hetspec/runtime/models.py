@@ -96,21 +96,19 @@ class CachedModel:
         self._parameters = frozenset(parameters)
         self.device = model.device
         self.kept = None if kept is None else torch.from_numpy(kept.astype(np.int64))
-        self.reader = model if self.kept is None else with_pruned_head(model, self.kept)
-        self.reader = relaid_view(self.reader, weights, fuse=role == "drafter")
-        self._prompt_reader = self.reader
-        self.prompt_alone = (
-            False  # whether prompts are to be read by themselves, as plain decoding reads them
-        )
-        if role is not None:
-            from hetspec.runtime.attention import drafter_view, is_plain, prompt_view, target_view
+        reader = model if self.kept is None else with_pruned_head(model, self.kept)
+        if role == "drafter":
+            from hetspec.runtime.attention import drafter_view
+
+            reader = drafter_view(reader)  # first: fused layers keep the ones they are made from
+        self.reader = self._prompt_reader = relaid_view(reader, weights, fuse=role == "drafter")
+        self.prompt_alone = False  # whether prompts are read by themselves, as plain decoding reads them
+        if role == "target":
+            from hetspec.runtime.attention import is_plain, prompt_view, target_view
 
             whole = self.reader
-            if role == "target":
-                self.reader, self._prompt_reader = target_view(whole), prompt_view(whole)
-                self.prompt_alone = is_plain(whole)
-            else:
-                self.reader = self._prompt_reader = drafter_view(whole)
+            self.reader, self._prompt_reader = target_view(whole), prompt_view(whole)
+            self.prompt_alone = is_plain(whole)
         self._short_reads = ShortReads()
         if model not in _PROBED:
             self._probe()

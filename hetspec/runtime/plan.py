@@ -1,12 +1,15 @@
-"""How many tokens to draft: fixed, or chosen before each step from past steps (never from drawn candidates).
+"""How many tokens to draft: fixed, or chosen from past steps and from how sure the drafter is of its tokens.
 
-The length is fixed before anything of the step is drawn, so it cannot bias the output (ALGORITHMS §1).
+Neither can bias the output (ALGORITHMS §1): what is known before a step says nothing of its draws, and where a draft
+ends *after* a candidate, that is still judged.
 """
 
 from __future__ import annotations
 
 import copy
 import math
+import statistics
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -25,6 +28,7 @@ PRIOR_TOKENS, PRIOR_STEPS = (
     2.0,
     3.0,
 )  # of a step with as many forwards of the drafter; how many steps that counts as
+LAST_TIMES = 16
 PRIOR_READING = 1.15  # a pass over candidates in plain ones, before the two were seen
 TIME_COUNT = 1.0  # weight of the other lengths' times in that of each
 PROBE_FORGET = 0.7  # the past counts less at a look: many steps lie between two
@@ -35,7 +39,7 @@ class Step:
     """What one finished step did and took.
 
     Attributes:
-        first: whether it also read the target's or the drafter's prompt.
+        first: whether it also read the target's or the drafter's prompt, or what a full window keeps, once more.
         drafted: whether drafting was asked for at all (not at the very end of a generation).
         proposed, accepted: candidates.
         seconds, target_seconds, drafter_seconds: of the whole step and of the models in it.
@@ -104,12 +108,13 @@ class AutoLength:
     Args:
         cost: c, a drafter forward in target steps, as declared (ratio of the weights read).
         measure: use measured times instead; off where a seed must give the same tokens every time.
+        longest: candidates at most.
     """
 
     reason = ""
 
-    def __init__(self, cost: float, measure: bool) -> None:
-        self.cost, self.measure = cost, measure
+    def __init__(self, cost: float, measure: bool, longest: int = LONGEST_AUTO) -> None:
+        self.cost, self.measure, self.longest = cost, measure, longest
         self.accepted = [0.0] * LONGEST  # by position, older steps fading
         self.judged = [0.0] * LONGEST
         self.proposed = 0.0  # candidates, and what they took
@@ -119,7 +124,7 @@ class AutoLength:
 
     def next_text(self) -> AutoLength:
         """A plan for another text: the costs are known already, the acceptance is a guess."""
-        plan = AutoLength(self.cost, self.measure)
+        plan = AutoLength(self.cost, self.measure, self.longest)
         plan.accepted = [NEW_TEXT * x for x in self.accepted]
         plan.judged = [NEW_TEXT * x for x in self.judged]
         plan.proposed, plan.drafting, plan.passes = self.proposed, self.drafting, copy.deepcopy(self.passes)
@@ -127,11 +132,11 @@ class AutoLength:
 
     def choose(self) -> int:
         """The best length for the present estimates."""
-        best = max(range(LONGEST_AUTO + 1), key=self.rate)
+        best = max(range(self.longest + 1), key=self.rate)
         if best:
             self.patience = FIRST_PROBE
             return best
-        if self._hopeless:
+        if self.cost >= 1:  # not even a draft that is always right would pay
             return 0
         self.plain_steps += 1
         if self.plain_steps < self.patience:
@@ -145,7 +150,7 @@ class AutoLength:
             return True
         if not self.passes.seen:
             return False
-        saved = self.passes(0) - 1 / max(map(self.rate, range(1, LONGEST_AUTO + 1)))
+        saved = self.passes(0) - 1 / max(map(self.rate, range(1, self.longest + 1)))
         return tokens * saved > PROMPT_COST * self.cost * prompt_seconds
 
     def rate(self, n: int) -> float:
@@ -156,11 +161,6 @@ class AutoLength:
             kept *= min((self.accepted[j] + POSITION_COUNT * mean) / (self.judged[j] + POSITION_COUNT), 0.99)
             tokens += kept
         return tokens / (n * self._cost_per_candidate() * self.passes(0) + self.passes(n))
-
-    @property
-    def _hopeless(self) -> bool:
-        """Whether not even a draft that is always right would pay, so that looking again is of no use."""
-        return self._cost_per_candidate() >= 1
 
     def _mean(self) -> float:
         return (sum(self.accepted) + PRIOR_ACCEPTANCE * PRIOR_COUNT) / (sum(self.judged) + PRIOR_COUNT)
@@ -194,10 +194,10 @@ class ConfidentLength:
 
     The probability that a drafter gives to its likeliest token is close to the probability that the target agrees
     (SmolLM2-135M for Qwen2.5-Coder-1.5B, greedy: within 0.1 in most tenths). With tokens coming at R per unit of time,
-    another candidate is drafted if it is worth its time, `a · Π_j a_j / R > c`, a_j the probability that candidate j is
-    accepted, and guesses are read by the target if `Σ_i Π_{j≤i} a_j / R` is more than what reading them takes over a
-    plain pass. A draft may end *after* any candidate, which is then judged like others (ALGORITHMS §1); only guesses,
-    which have no law, may be thrown away.
+    another candidate is drafted if it is worth its time, `ā · Π_j a_j / R > c`, a_j the probability that candidate j is
+    accepted, ā the mean; guesses are read by the target if `Σ_i Π_{j≤i} a_j / R` is more than what reading them takes
+    over a plain pass. A draft may end *after* any candidate, which is then judged like others (ALGORITHMS §1); only
+    guesses, which have no law, may be thrown away.
 
     Args:
         cost: c, a drafter forward in target passes, as declared (ratio of the weights read).
@@ -208,39 +208,45 @@ class ConfidentLength:
 
     def __init__(self, cost: float, measure: bool) -> None:
         self.cost, self.measure = cost, measure
-        self.plain, self.reading, self.candidate = _Mean(), _Mean(), _Mean()  # times
-        self.accepted = _Mean()
-        self.tokens, self.spent = 0.0, 0.0  # of steps that drafted, older ones fading
+        self.plain, self.reading, self.candidate = _Times(), _Times(), _Times()
+        self.accepted, self.judged = 0.0, 0.0  # candidates, older ones fading
+        # Of steps that drafted, older ones fading: committed tokens, candidates, passes over some and plain passes.
+        self.done: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0)
         self.plain_steps, self.patience = 0, FIRST_PROBE
+        self.looking = False  # whether the coming step is a look at whether drafting pays by now
 
     def next_text(self) -> ConfidentLength:
-        """A plan for another text: the costs are known already, what drafting gives is a guess."""
+        """A plan for another text: what was seen is a guess there, the costs a good one."""
         plan = copy.deepcopy(self)
-        plan.tokens, plan.spent = NEW_TEXT * self.tokens, NEW_TEXT * self.spent
-        plan.plain_steps, plan.patience = 0, FIRST_PROBE
+        plan.done = _scaled(NEW_TEXT, self.done)
+        plan.accepted, plan.judged = NEW_TEXT * self.accepted, NEW_TEXT * self.judged
         return plan
 
     def choose(self) -> int:
         """As many as may be, where drafting has paid; else none, with looks at whether it does by now."""
+        self.looking = False
         if self._drafting_rate * self._plain_time >= 1:
-            self.patience = FIRST_PROBE
+            self.plain_steps, self.patience = 0, FIRST_PROBE
             return LONGEST_AUTO
-        if self._candidate_time >= self._plain_time:  # not even a draft that is always right would pay
+        if self.cost >= 1:  # not even a draft that is always right would pay
             return 0
         self.plain_steps += 1
         if self.plain_steps < self.patience:
             return 0
         self.plain_steps, self.patience = 0, min(2 * self.patience, LAST_PROBE)
+        self.looking = True
         return LONGEST_AUTO
 
     def goes_on(self, sure: Sequence[float]) -> bool:
         """Whether another candidate is worth drafting after some of these probabilities."""
-        mean = self.accepted.over(PRIOR_ACCEPTANCE, PRIOR_COUNT)
+        mean = (self.accepted + PRIOR_COUNT * PRIOR_ACCEPTANCE) / (self.judged + PRIOR_COUNT)
         time = self._candidate_time + PRIOR_SLOPE * self._plain_time
         return mean * math.prod(sure) > self._rate * time
 
     def worth_reading(self, sure: Sequence[float]) -> bool:
-        """Whether a draft of these probabilities is worth more than a plain pass is faster."""
+        """Whether a draft of these probabilities is worth more than a plain pass is faster; a look always is."""
+        if self.looking:
+            return True
         expected = sum(math.prod(sure[: i + 1]) for i in range(len(sure)))
         return expected >= self._rate * (self._reading_time - self._plain_time)
 
@@ -248,46 +254,51 @@ class ConfidentLength:
         """As `AutoLength.pays`."""
         if not self.measure:
             return True
-        if not self.plain.count:
+        if not self.plain.seen:
             return False
         saved = self._plain_time - 1 / self._drafting_rate
         return tokens * saved > PROMPT_COST * self.cost * prompt_seconds
 
     def observe(self, step: Step) -> None:
         """Updates times and rates; a first step, which reads the prompts, has no usable times."""
-        for i in range(min(step.accepted + 1, step.proposed)):
-            self.accepted.add(float(i < step.accepted))
+        judged = min(step.accepted + 1, step.proposed)
+        keep = FORGET**judged
+        self.accepted, self.judged = keep * self.accepted + step.accepted, keep * self.judged + judged
         if step.first:
             return
         drafting, passing = step.drafter_forwards * self.cost, 1.0
         if self.measure:
             drafting, passing = step.drafter_seconds, step.target_seconds
-        (self.reading if step.proposed else self.plain).add(passing)
+        read = float(step.proposed > 0)
+        (self.reading if read else self.plain).add(passing)
         if step.drafter_forwards:
-            self.candidate.add(drafting / (step.proposed or step.drafter_forwards))
-            keep = FORGET if self.patience == FIRST_PROBE else PROBE_FORGET
-            self.tokens = keep * self.tokens + step.accepted + 1
-            self.spent = keep * self.spent + drafting + passing
+            candidates = step.proposed or step.drafter_forwards
+            self.candidate.add(drafting / candidates)
+            past = _scaled(FORGET if self.patience == FIRST_PROBE else PROBE_FORGET, self.done)
+            now = (step.accepted + 1.0, candidates, read, 1 - read)
+            self.done = tuple(x + y for x, y in zip(past, now, strict=True))
 
     @property
     def _plain_time(self) -> float:
-        known = self.plain.count or not self.measure
-        return self.plain.over(1.0) if known else self.reading.over(1.0) / PRIOR_READING
+        known = self.plain.seen or not self.measure
+        return self.plain.usual(1.0) if known else self.reading.usual(1.0) / PRIOR_READING
 
     @property
     def _reading_time(self) -> float:
-        known = self.reading.count or not self.measure
-        return self.reading.over(1.0) if known else PRIOR_READING * self._plain_time
+        known = self.reading.seen or not self.measure
+        return self.reading.usual(1.0) if known else PRIOR_READING * self._plain_time
 
     @property
     def _candidate_time(self) -> float:
-        return self.candidate.over(self.cost * self._plain_time)
+        return self.candidate.usual(self.cost * self._plain_time)
 
     @property
     def _drafting_rate(self) -> float:
-        """R while drafting."""
-        prior = self._reading_time + PRIOR_TOKENS * self._candidate_time
-        return (self.tokens + PRIOR_STEPS * PRIOR_TOKENS) / (self.spent + PRIOR_STEPS * prior)
+        """R while drafting: counts at what they usually take, so that no interruption is remembered."""
+        tokens, candidates, passes, plain = self.done
+        candidates, passes = candidates + PRIOR_STEPS * PRIOR_TOKENS, passes + PRIOR_STEPS
+        spent = candidates * self._candidate_time + passes * self._reading_time + plain * self._plain_time
+        return (tokens + PRIOR_STEPS * PRIOR_TOKENS) / spent
 
     @property
     def _rate(self) -> float:
@@ -295,21 +306,23 @@ class ConfidentLength:
         return max(self._drafting_rate, 1 / self._plain_time)
 
 
-@dataclass
-class _Mean:
-    """A running mean, older values fading."""
+def _scaled(factor: float, values: tuple[float, ...]) -> tuple[float, ...]:
+    return tuple(factor * x for x in values)
 
-    count: float = 0.0
-    total: float = 0.0
 
-    def add(self, x: float) -> None:
-        """One more value."""
-        self.count, self.total = FORGET * self.count + 1, FORGET * self.total + x
+class _Times:
+    """The last few times of something; what is usual is their median, which no interruption moves."""
 
-    def over(self, prior: float, weight: float = 0.0) -> float:
-        """Together with an assumption of some weight; the assumption alone if nothing was seen."""
-        seen = self.count + weight
-        return (self.total + weight * prior) / seen if seen else prior
+    def __init__(self) -> None:
+        self.seen: deque[float] = deque(maxlen=LAST_TIMES)
+
+    def add(self, seconds: float) -> None:
+        """One more."""
+        self.seen.append(seconds)
+
+    def usual(self, prior: float) -> float:
+        """Their median, the lower of two in the middle; what is assumed, before anything was seen."""
+        return statistics.median_low(self.seen) if self.seen else prior
 
 
 class _PassTimes:

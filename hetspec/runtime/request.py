@@ -52,9 +52,9 @@ class Drafting:
     draft_window: int = DRAFT_WINDOW
 
     def __post_init__(self) -> None:
-        if self.draft_window < LEAST_WINDOW:
+        if not isinstance(self.draft_window, int) or self.draft_window < LEAST_WINDOW:
             raise InvalidInput(
-                f"draft_window is {self.draft_window}, expected {LEAST_WINDOW} or more.",
+                f"draft_window is {self.draft_window!r}, expected {LEAST_WINDOW} or more.",
                 f"Leave it out for {DRAFT_WINDOW:,}.",
             )
 
