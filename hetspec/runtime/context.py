@@ -17,7 +17,7 @@ from hetspec.segment import Segmenter, unfinished_utf8
 from hetspec.vocab import Vocabulary
 
 # Tokens a drafter sees at most unless told otherwise. SmolLM2-135M takes 30 s on one core to read 7,500 tokens, and
-# proposes no better for it than after the last 1,000.
+# after them 1.23 tokens come of a pass, after the last 1,000 alone 1.20.
 DRAFT_WINDOW, LEAST_WINDOW = 2048, 512
 BACK_TOKENS = 8  # how far re-encoding may go back to reach the start of a word
 SPACES = b" \t\n\r"
@@ -65,8 +65,8 @@ class DrafterContext:
     def can_read(self, more: int = 1) -> bool:
         """Whether the drafter can be asked for what comes next, with room for `more` ids after it.
 
-        An empty context gives nothing to predict from. A full window forgets the oldest half of the committed
-        text; if even that leaves no room (the drafted tokens fill it), drafting has to stop.
+        An empty context gives nothing to predict from. A full window forgets all but half of what it can hold of the
+        committed text; if even that leaves no room (the drafted tokens fill it), drafting has to stop.
         """
         if len(self.ids) + more > self.window:
             self._slide()

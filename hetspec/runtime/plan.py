@@ -24,11 +24,9 @@ FIRST_PROBE, LAST_PROBE = 16, 64
 PROMPT_COST = 2.0  # what a small model takes for a prompt over c: more of its time is attention, and waiting
 NEW_TEXT = 0.3  # weight that acceptance in one text has in the next
 PRIOR_SLOPE = 0.02  # what each candidate is taken to add to a pass before the target's times can tell
-PRIOR_TOKENS, PRIOR_STEPS = (
-    2.0,
-    3.0,
-)  # of a step with as many forwards of the drafter; how many steps that counts as
-LAST_TIMES = 16
+PRIOR_TOKENS = 2.0  # that a step with as many candidates is taken to commit before any was seen
+PRIOR_STEPS = 3.0  # that this assumption counts as
+LAST_TIMES = 16  # that a median is taken of
 PRIOR_READING = 1.15  # a pass over candidates in plain ones, before the two were seen
 TIME_COUNT = 1.0  # weight of the other lengths' times in that of each
 PROBE_FORGET = 0.7  # the past counts less at a look: many steps lie between two
@@ -120,7 +118,7 @@ class AutoLength:
         self.proposed = 0.0  # candidates, and what they took
         self.drafting = 0.0
         self.passes = _PassTimes()
-        self.plain_steps, self.patience = 0, FIRST_PROBE
+        self.looks = _Looks()
 
     def next_text(self) -> AutoLength:
         """A plan for another text: the costs are known already, the acceptance is a guess."""
@@ -134,15 +132,11 @@ class AutoLength:
         """The best length for the present estimates."""
         best = max(range(self.longest + 1), key=self.rate)
         if best:
-            self.patience = FIRST_PROBE
+            self.looks = _Looks()
             return best
-        if self.cost >= 1:  # not even a draft that is always right would pay
-            return 0
-        self.plain_steps += 1
-        if self.plain_steps < self.patience:
-            return 0
-        self.plain_steps, self.patience = 0, min(2 * self.patience, LAST_PROBE)
-        return 1
+        return int(
+            self.cost < 1 and self.looks.due()
+        )  # beyond, not even a draft that is always right would pay
 
     def pays(self, prompt_seconds: float, tokens: int) -> bool:
         """Whether what the tokens can save by the clock is more than the prompt costs; no, before it is known."""
@@ -174,7 +168,7 @@ class AutoLength:
     def observe(self, step: Step) -> None:
         """Updates acceptance and costs; a first step, which reads the prompts, has no usable times."""
         if step.proposed:
-            keep = FORGET if self.patience == FIRST_PROBE else PROBE_FORGET
+            keep = self.looks.memory
             for j in range(min(step.accepted + 1, step.proposed, LONGEST)):
                 self.accepted[j] = self.accepted[j] * keep + (j < step.accepted)
                 self.judged[j] = self.judged[j] * keep + 1
@@ -212,7 +206,7 @@ class ConfidentLength:
         self.accepted, self.judged = 0.0, 0.0  # candidates, older ones fading
         # Of steps that drafted, older ones fading: committed tokens, candidates, passes over some and plain passes.
         self.done: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0)
-        self.plain_steps, self.patience = 0, FIRST_PROBE
+        self.looks = _Looks()
         self.looking = False  # whether the coming step is a look at whether drafting pays by now
 
     def next_text(self) -> ConfidentLength:
@@ -226,16 +220,12 @@ class ConfidentLength:
         """As many as may be, where drafting has paid; else none, with looks at whether it does by now."""
         self.looking = False
         if self._drafting_rate * self._plain_time >= 1:
-            self.plain_steps, self.patience = 0, FIRST_PROBE
+            self.looks = _Looks()
             return LONGEST_AUTO
-        if self.cost >= 1:  # not even a draft that is always right would pay
-            return 0
-        self.plain_steps += 1
-        if self.plain_steps < self.patience:
-            return 0
-        self.plain_steps, self.patience = 0, min(2 * self.patience, LAST_PROBE)
-        self.looking = True
-        return LONGEST_AUTO
+        self.looking = (
+            self.cost < 1 and self.looks.due()
+        )  # beyond, not even a draft that is always right would pay
+        return LONGEST_AUTO if self.looking else 0
 
     def goes_on(self, sure: Sequence[float]) -> bool:
         """Whether another candidate is worth drafting after some of these probabilities."""
@@ -274,7 +264,7 @@ class ConfidentLength:
         if step.drafter_forwards:
             candidates = step.proposed or step.drafter_forwards
             self.candidate.add(drafting / candidates)
-            past = _scaled(FORGET if self.patience == FIRST_PROBE else PROBE_FORGET, self.done)
+            past = _scaled(self.looks.memory, self.done)
             now = (step.accepted + 1.0, candidates, read, 1 - read)
             self.done = tuple(x + y for x, y in zip(past, now, strict=True))
 
@@ -308,6 +298,26 @@ class ConfidentLength:
 
 def _scaled(factor: float, values: tuple[float, ...]) -> tuple[float, ...]:
     return tuple(factor * x for x in values)
+
+
+class _Looks:
+    """While drafting does not pay: plain steps, with looks at whether it does by now."""
+
+    def __init__(self) -> None:
+        self.steps, self.patience = 0, FIRST_PROBE
+
+    def due(self) -> bool:
+        """Whether the coming step is a look; they become rarer."""
+        self.steps += 1
+        if self.steps < self.patience:
+            return False
+        self.steps, self.patience = 0, min(2 * self.patience, LAST_PROBE)
+        return True
+
+    @property
+    def memory(self) -> float:
+        """Weight that the past keeps at a step which drafts; less at a look."""
+        return FORGET if self.patience == FIRST_PROBE else PROBE_FORGET
 
 
 class _Times:
